@@ -212,7 +212,7 @@ class Staging:
         self.release()
         if self.cuda.is_on_gpu(tensor):  # it stayed on one
             return self.cuda.move(tensor, device)
-        if tensor.nbytes < BULK or not self._lock(tensor):
+        if tensor.layout is not torch.strided or tensor.nbytes < BULK or not self._lock(tensor):
             return self.cuda.move(tensor, device)
         made, event = self.copy_to(device, tensor)
         self._pending.append((event, tensor))

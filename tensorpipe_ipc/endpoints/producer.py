@@ -29,13 +29,11 @@ from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import limited, serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
-from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM
 from tensorpipe_ipc.wire.flatten import flatten
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, metadata_of
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import EncodedMessage, encode
 from tensorpipe_ipc.wire.room import made_with_room
-from tensorpipe_ipc.zeromq.zmq_sockets import SLICE
 
 __all__ = ["Producer", "ProducerStatistics"]
 
@@ -226,11 +224,13 @@ class Producer(End):
                     seconds = min(left, self._sender.patience())
                     return make_tensors(specs, queue.leases, functools.partial(queue.block_for, seconds))
                 except Full as full:  # who keeps the memory may have died, and its death is seen to here
-                    if left < SLICE:
-                        raise Full(f"{self.endpoint}: {full}; {queue.attachment.describe_holders()}") from None
+                    if self._sender.has_framed():
+                        break
+                    if left <= seconds:
+                        holders = f"; {queue.attachment.describe_holders()}" if timeout != 0 else ""
+                        raise Full(f"{self.endpoint}: {full}{holders}") from None
                 self._guard.check()
                 self._sender.look_around()
-                self._sender.look_for_room()
         return made_with_room(self._give_back_idle, make_tensors, specs)
 
     def put_nowait(self, tree: Any) -> None:
@@ -335,7 +335,7 @@ class Producer(End):
         if queue is None:
             return None
         flat = made_with_room(self._give_back_idle, flatten, tree)
-        return handover_of(flat, queue.leases) if sum(leaf.nbytes for leaf in flat.leaves) >= LEASE_FROM else None
+        return handover_of(flat, queue.leases)
 
     def _place(self, deadline: float | None) -> PairQueue | None:
         """Return a queue whose memory messages will go through, once there is a consumer; None if they go in frames."""
@@ -366,7 +366,8 @@ class Producer(End):
                 if deadline is not None:  # strangers may have left many connections that have ended
                     until = max(deadline, time.monotonic()) if until is None else until  # to encode may have taken long
                 if sender.is_late(until):
-                    self._wait(deadline, sender.why_not or "no consumer that stayed")
+                    sender.raise_if_short(waits)
+                    self._wait(deadline, "no consumer that stayed")
             except NotHandedOver:
                 message, held = self._copied(tree), None
             self._guard.check()  # it may have waited for memory

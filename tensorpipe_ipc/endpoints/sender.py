@@ -59,7 +59,6 @@ class Sender(Participant):
 
     Attributes:
         resent: messages that were sent again.
-        why_not: why the last message was not sent, where that is for want of memory.
         in_one_block: what of a message goes into a block of a queue's.
     """
 
@@ -81,7 +80,8 @@ class Sender(Participant):
         self._listens_from = self._resends_from = 0.0  # by time.monotonic(): in passing; and what is asked for again
         self._turns = 0  # how often several peers were chosen from
         self._resend_buffer = ResendBuffer()
-        self.resent, self.why_not = 0, ""
+        self.resent = 0
+        self._short: tuple[ConsumerPeer, str] | None = None  # for whom there was no memory at the last try, and why
         self._left_behind: list[tuple[Peer, int]] = []
         self.in_one_block: Callable[[PairQueue, EncodedMessage], tuple[Block, bytes]] = _in_one_block
 
@@ -403,7 +403,7 @@ class Sender(Participant):
             Full: no memory within ``timeout`` seconds, which are less than a slice.
             OutOfMemory: there is none for so large a message, ever.
         """
-        self.why_not, is_alone = "", len(self.peers) == 1
+        self._short, is_alone, began = None, len(self.peers) == 1, time.monotonic()
         try:
             if is_alone:
                 return self._send_to(peer, message, timeout, held)
@@ -413,10 +413,13 @@ class Sender(Participant):
         except Full as full:
             if not is_alone and self._send_elsewhere(peer, message, held):
                 return True
-            self.why_not = "no memory"
+            self._short = peer, str(full)  # not itself: it keeps the frames
             if is_alone or timeout < _GLANCE:
-                raise Full(self._why_full(peer, full, waits)) from None
-        self.wait(min(timeout, _MEMORY))
+                self.raise_if_short(waits)
+        if self._sharing:
+            self._hear_of_room(0)  # of the place that the try gave back
+        self.wait(min(timeout, max(_MEMORY, 2 * (time.monotonic() - began))))
+        self.look_around()
         return False
 
     def _send_elsewhere(self, peer: ConsumerPeer, message: EncodedMessage, held: Held | None) -> bool:
@@ -429,10 +432,18 @@ class Sender(Participant):
         except (Full, OutOfMemory):  # it is the other peer's
             return False
 
-    def _why_full(self, peer: ConsumerPeer, full: Full, names_holders: bool) -> str:
-        text = f"{self.endpoint}: {self.why_not} in time: {full}: {self.why_blocked()}"
-        names_holders = names_holders and peer.queue is not None
-        return f"{text}; {peer.queue.attachment.describe_holders()}" if names_holders else text  # type: ignore[union-attr]
+    def raise_if_short(self, names_holders: bool) -> None:
+        """Raise Full if the last message was not sent for want of memory.
+
+        Args:
+            names_holders: whether it says who has how much, which takes many times as long as a put.
+        """
+        if self._short is not None:
+            (peer, full), self._short = self._short, None
+            text = f"{self.endpoint}: no memory in time: {full}: {self.why_blocked()}"
+            if names_holders and peer.queue is not None:
+                text += f"; {peer.queue.attachment.describe_holders()}"
+            raise Full(text) from None
 
     def _send_to(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float, held: Held | None) -> bool:
         if peer.queue is not None:
@@ -587,10 +598,12 @@ class Sender(Participant):
     def any_queue(self) -> PairQueue | None:
         """Return a queue that messages may go into, in which least waits; None if all go in frames. All queues of a binder
         share their memory."""
-        waiting = {
-            peer.queue: peer.queue.maxsize - peer.room for peer in self._sharing.values() if peer.settled and peer.queue
-        }
-        return min(waiting, key=waiting.__getitem__, default=None)
+        settled = [peer for peer in self._sharing.values() if peer.settled]
+        return min(settled, key=lambda peer: (peer.load(), peer.turn)).queue if settled else None
+
+    def has_framed(self) -> bool:
+        """Return whether messages to any consumer go in frames."""
+        return any(peer.queue is None and peer.settled for peer in self.peers.values())
 
     def patience(self) -> float:
         """Return for how many seconds one peer's memory may be waited for at a time."""

@@ -46,7 +46,7 @@ from tensorpipe_ipc.memory.leases import Handover, Leases
 from tensorpipe_ipc.wire.direct import is_marked, mark
 from tensorpipe_ipc.wire.dtypes import WIDEST
 from tensorpipe_ipc.wire.flatten import Flat, kinds_of
-from tensorpipe_ipc.wire.layout import ALIGN, BULK
+from tensorpipe_ipc.wire.layout import ALIGN, BULK, LEASE_FROM
 from tensorpipe_ipc.wire.message import EncodedMessage
 from tensorpipe_ipc.wire.spec import Op
 
@@ -68,7 +68,8 @@ def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handove
     if held is None or not leases.may_leave(held.anchor) or (offered and held.anchor.word not in leases.offered):
         return None
     ours = [leaf for leaf in strided if held.has(leaf.untyped_storage().data_ptr())]
-    if 2 * sum(leaf.nbytes for leaf in ours) < held.nbytes:
+    nbytes = sum(leaf.nbytes for leaf in ours)
+    if nbytes < LEASE_FROM or 2 * nbytes < held.nbytes:
         return None  # a small part of the block: a copy of it gives the block back
     if not _can_be_emptied(flat, ours) or not _counts():
         return None

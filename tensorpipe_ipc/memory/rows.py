@@ -106,6 +106,7 @@ class Rows:
         forks: how many times this process has forked while it had leases.
         forked: how many times this process has forked, or more, and those that it descends from.
         process: this one. It differs in a fork that has not been told yet: all that is here is its parent's.
+        is_recovering: a thread of this process is finishing a dead row. It may fail.
         is_forking: this process is just forking; or it is the child, and has not been told yet.
         spare: the descriptor of the next fork's fork marker; None: not open.
         fork_marker: in a child that has just been forked, the descriptor of the fork marker for it; None: none.
@@ -140,7 +141,7 @@ class Rows:
         self._descriptor = -1  # the same
         self._other: OwnedFd | None = None
         self._mutex = threading.RLock()
-        self._is_recovering = False
+        self.is_recovering = False
         self._unused = {1: 0, BATCH: SINGLES}  # by size: the number of the first that was never used
         self._spare: dict[int, list[Operation]] = {1: [], BATCH: []}
         self._inherited: dict[int, list[Operation]] = {}  # by purpose: their tallies go on
@@ -390,12 +391,10 @@ class Rows:
         Other threads of this process, and signal handlers, are kept out too: to the kernel they are the same holder.
         Never waits.
         """
-        if row == self.index or self._is_recovering:
+        if row == self.index or self.is_recovering:
             yield False
             return
-        self._is_recovering = held = (
-            True  # with no call since the look: no other thread and no handler comes in between
-        )
+        self.is_recovering = held = True  # with no call since the look: no other thread and no handler comes in between
         try:
             held = self.try_lock(row_byte(row), 1)
             yield held
@@ -407,7 +406,7 @@ class Rows:
                 self.unlock(row_byte(row), 1)
                 raise
             finally:
-                self._is_recovering = False
+                self.is_recovering = False
 
     def is_alive(self, row: int) -> bool:
         """Return whether somebody holds the row's lock. A recovering process at work in it counts."""

@@ -227,12 +227,15 @@ class Codec:
             if flat is None:
                 return None  # ``encode`` raises the error, or takes back handles that are not sent
         handover = handover_of(flat, self._queue.leases, offered=offered)
-        if handover is None or sum(leaf.nbytes for leaf in flat.leaves) < LEASE_FROM:
+        if handover is None:
             return None
-        if pickled is None:
-            message, flags = encode(obj, self._serializer, b"", flat), BY_REFERENCE
-        else:
-            message, flags = _with_pickle(pickled[0], pickled[1], self._serializer), BY_REFERENCE | PICKLED
+        try:
+            if pickled is None:
+                message, flags = encode(obj, self._serializer, b"", flat), BY_REFERENCE
+            else:
+                message, flags = _with_pickle(pickled[0], pickled[1], self._serializer), BY_REFERENCE | PICKLED
+        except UnsupportedLeaf:  # of what lies beside it: ``encode`` sends that as a pickle, or raises the error
+            return None
         placement = placed(message, handover)
         return None if placement is None else (handover, metadata_of(flags, message.schema, placement))
 

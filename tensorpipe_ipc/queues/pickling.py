@@ -87,8 +87,7 @@ class _Reducers(dict[Any, Any]):
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.is_quantized:
-            is_slice = tensor.nbytes < tensor.untyped_storage().nbytes()
-            return _from_file, (TorchSave().encode(tensor.clone() if is_slice else tensor)[1],)
+            return _from_file, (TorchSave().encode(tensor)[1],)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
             if type(tensor) is Parameter:  # torch's reducer makes it a tensor
                 return Parameter, (tensor.detach(), tensor.requires_grad)
@@ -102,13 +101,16 @@ class _Reducers(dict[Any, Any]):
         if rebuild_subclass is None or type(reduced) is not tuple or reduced[0] is not rebuild_subclass:
             return reduced  # by a method of its own
         rebuild, kind, arguments, state = reduced[1]
-        if rebuild is not rebuild_tensor or len(arguments) != 6 or arguments[5]:
+        number = rebuild_tensor.index(rebuild) if rebuild in rebuild_tensor else len(arguments)
+        if len(arguments) != 6 + number or arguments[5]:  # with hooks, or conjugated
             return reduced
-        typed, offset, shape, strides, requires_grad, _ = arguments
-        storage = typed._untyped_storage
-        if storage.device.type != "cpu" or typed.dtype not in METAS or _is_shared(storage):
+        stored, offset, shape, strides, requires_grad = arguments[:5]
+        storage, dtype = (stored, arguments[6]) if number else (stored._untyped_storage, stored.dtype)
+        if storage.device.type != "cpu" or dtype not in METAS or _is_shared(storage):
             return reduced
-        shown = torch.empty(0, dtype=typed.dtype, device="cpu").set_(storage, offset, shape, strides)
+        shown = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
+        if shown.nbytes > storage.nbytes():  # expanded
+            return reduced
         return _of_subclass, (shown, kind, requires_grad, state)
 
     def _leave(self, leaf: Any) -> Any:

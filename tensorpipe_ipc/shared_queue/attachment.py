@@ -73,6 +73,8 @@ class Attachment:
         Args:
             adopt_extents: take over their extents, too; for when memory is short.
         """
+        if self.rows.is_recovering:  # another thread is at it, and may leave something
+            return False
         died, is_done = False, True
         owners = {row for *_, row in self.arena.all_extents()} if adopt_extents else set[int]()
         for row in self.rows.used():

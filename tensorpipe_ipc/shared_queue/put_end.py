@@ -51,8 +51,6 @@ from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, Seen
 __all__ = ["Copy", "Payload", "PutEnd"]
 
 _SMALL_BEYOND = 1 << 19  # bytes, by blocks, of equal messages that one queue may have beyond the capacity
-# Slices of a wait at most without a look for the dead, as other waits of the queue look: one costs more with each process.
-_PASSED = 3
 _STARVED = (
     0.5  # seconds after which a put has memory beyond the capacity: smaller ones of others may take all that comes free
 )
@@ -406,17 +404,14 @@ class PutEnd:
         self._refuse_if_shut()  # at once, and not after the first slice
         began = monotonic()
         words, word = self.words, self.record.looks
-        looks, passed = words[word], 0
+        looks = words[word]
 
         def idle() -> None:
-            nonlocal looks, passed
+            nonlocal looks
             self._refuse_if_shut()
-            if words[word] != looks and passed < _PASSED:  # another wait of this queue has looked since
-                passed += 1
-            else:
-                passed = 0
-                if self.attachment.recover_dead():
-                    words[word] = words[word] + 1 & (1 << 32) - 1
+            # Unless another wait of this queue has looked since, and left nothing: a look costs more with each process.
+            if words[word] == looks and self.attachment.recover_dead():
+                words[word] = words[word] + 1 & (1 << 32) - 1
             looks = words[word]
             self.attachment.mind_idle()
             self._queue.take_up()

@@ -164,6 +164,14 @@ def test_all_tensors_of_a_message_are_copied_by_the_gpu(ctx: Any, cuda: Recordin
         assert cuda.calls.count("copy on side cuda:0") == 3 * n
 
 
+def test_a_sparse_tensor_is_moved_as_it_is(cuda: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no memory of its own that could be copied from a block."""
+    sparse = torch.eye(3).to_sparse()
+    monkeypatch.setattr(cuda, "is_on_gpu", lambda _: False)
+    monkeypatch.setattr(cuda, "move", lambda tensor, _: tensor)
+    assert Staging(cuda).unstage(sparse, GPU) is sparse
+
+
 def test_not_too_many_are_held(ctx: Any, cuda: Recording) -> None:
     """Of copies that do not end the oldest is waited for; ``finish`` waits for all."""
     at_work, queue = Staging(cuda), ctx.Queue()

@@ -15,7 +15,7 @@ import children
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import side_of
+from inside import is_in_use, side_of
 from proxy import Proxy
 from secured import binders, connectors, make_keys
 
@@ -161,6 +161,42 @@ def test_a_message_goes_to_a_consumer_for_whom_there_is_memory(short: str, monke
         for _ in range(2):
             producer.put_nowait(message)
             in_thread(lambda: producer.put(message))(PATIENCE)
+        with pytest.warns(RuntimeWarning, match="not taken"):
+            producer.close()
+
+
+@ONLY_SHARED_MEMORY
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_put_that_waits_for_memory_gets_that_of_a_killed_consumer(count: int) -> None:
+    """What waits in its queue is nobody's then. With one consumer the put is told, and waits for the next one."""
+    message = torch.ones(1 << 18, dtype=torch.uint8)
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(Child()) for _ in range(count)]
+        producer = stack.enter_context(tp.Producer("full", bind=True, linger=0))
+        for number, child in enumerate(crowd, 1):
+            child.call(children.open_consumer, "full", bind=False)
+            child.begin(children.take)
+            producer.wait_for(number, PATIENCE)
+            for _ in range(number):  # one of them is its own, as all have as much to do
+                producer.put("met", PATIENCE)
+            assert child.result() == ["met"]
+        queue = side_of(producer).any_queue()
+        assert queue is not None
+        queue.arena.words[CAPACITY] = 8 << 20
+        with contextlib.suppress(tp.Full):
+            while True:
+                producer.put(message, 0.1)
+        putting = in_thread(lambda: producer.put(message))
+        wait_until(lambda: is_in_use(producer))
+        crowd[0].kill()
+        if count == 1:
+            with Child() as later:
+                later.call(children.open_consumer, "full", bind=False)
+                later.begin(children.take)
+                putting()
+                assert len(later.result()) == 1
+        else:
+            putting()
         with pytest.warns(RuntimeWarning, match="not taken"):
             producer.close()
 

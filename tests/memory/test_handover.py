@@ -6,6 +6,7 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from inside import look_at_counts
 from programs import ran
 from wholeness import stride
 
+import tensorpipe_ipc as tp
 from tensorpipe_ipc.memory.leases import Leases
 
 SIZE = 100_000  # items
@@ -547,3 +549,32 @@ def test_what_is_moved_may_be_looked_at_as_any_dtype(first: int, dtype: str, siz
     assert done.status == 0, done.err
     at, total, count = done.out.split()
     assert (at, float(total), int(count)) == ("0", 99_984, 99_984 * size // 16)
+
+
+BESIDE: dict[str, Callable[[], Any]] = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "much text": lambda: "text " * 1_000_000,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of what is only a prototype in torch, or deprecated
+@pytest.mark.parametrize("way", ["move", "loan"])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_what_cannot_go_by_reference_is_copied_with_all_beside_it(kind: str, way: str) -> None:
+    """It is sent as a put sends it that does not say ``move``."""
+    ctx = small_context()
+    there, beside = ctx.Queue(), BESIDE[kind]()
+    if way == "move":
+        there.put({"x": ctx.empty((50_000,), torch.float32).fill_(7), "beside": beside}, move=True)
+    else:
+        with there.loan({"x": tp.TensorSpec((50_000,), torch.float32), "beside": beside}) as lent:
+            lent["x"].fill_(7)
+    got = there.get(timeout=20)
+    assert got["x"].eq(7).all()
+    assert type(got["beside"]) is type(beside)
+    if isinstance(beside, torch.Tensor):
+        assert (got["beside"].layout, got["beside"].is_quantized) == (beside.layout, beside.is_quantized)

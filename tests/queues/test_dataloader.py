@@ -18,7 +18,15 @@ import torch
 from arenas import left_in, small_context
 from children import wait_until
 from guard import others
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
 
 SHAPE = (3, 60, 60)  # a batch of four is over what goes by reference
 LIMIT = 6.0  # seconds within which the loader has to tell of a dead worker: it looks every five
@@ -323,3 +331,20 @@ def test_epochs_with_fresh_workers_do_not_grow() -> None:
     loader = None
     assert left_in(ctx) == {}
     vars(ctx).clear()
+
+
+def _graphs(samples: list[int]) -> dict[str, Any]:
+    return {
+        "features": default_collate([torch.full((5000,), float(each)) for each in samples]),
+        "adjacency": torch.eye(len(samples)).to_sparse(),
+        "text": "word " * 1_000_000,
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # torch has one of its checks
+def test_what_a_worker_stacks_arrives_beside_what_is_pickled(ctx: Any) -> None:
+    """The worker puts what it stacks by reference, where that can be."""
+    loader = DataLoader(range(12), 4, num_workers=1, collate_fn=_graphs, multiprocessing_context=ctx)  # type: ignore[arg-type]
+    batches = list(loader)
+    assert [batch["features"][:, 0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert all(torch.equal(batch["adjacency"].to_dense(), torch.eye(4)) for batch in batches)

@@ -345,7 +345,19 @@ def test_a_sparse_parameter_stays_one() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch deprecates them
 def test_a_slice_of_a_quantized_tensor_sends_what_it_shows() -> None:
     """It goes by ``torch.save``, which writes all of a storage."""
-    there, rows = tp.Queue(), torch.quantize_per_tensor(torch.rand(1000, 1000), 0.01, 0, torch.quint8)
-    there.put(rows[3])
-    assert there.statistics().bytes_put < 30_000
-    assert torch.equal(there.get(timeout=LIMIT).int_repr(), rows[3].int_repr())
+    rows = torch.quantize_per_tensor(torch.rand(1000, 1000), 0.01, 0, torch.quint8)
+    for there in (tp.Queue(), tp.Queue(serializer="torch_save")):
+        there.put(rows[3])
+        assert there.statistics().bytes_put < 30_000
+        assert torch.equal(there.get(timeout=LIMIT).int_repr(), rows[3].int_repr())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.complex32])
+def test_a_subclass_of_any_dtype_arrives(dtype: torch.dtype) -> None:
+    """As one of torchvision's does, of a file with 16 bits a pixel."""
+    there = tp.Queue()
+    sent = torch.arange(200).to(torch.uint8).view(dtype)
+    there.put(_image(sent[3:20], label="deep"))
+    got = there.get(timeout=LIMIT)
+    assert (type(got), got.label, got.dtype) == (Image, "deep", dtype)
+    assert got.as_subclass(torch.Tensor).view(torch.uint8).tolist() == sent[3:20].view(torch.uint8).tolist()
