@@ -86,7 +86,7 @@ class PutEnd:
     Attributes:
         waits, seconds_waited: of this process's puts, for room.
         beyond: how many messages of any size this process lets wait in the queue before it puts none beyond the capacity.
-        names_holders: whether a Full of a put that waited says who holds what.
+        names_holders: whether Full says who holds what, but for want of a place to a put that does not wait.
     """
 
     beyond = 1
@@ -427,7 +427,8 @@ class PutEnd:
             self._tell_waits()
         if not count:
             self._refuse_if_shut()
-            raise Full(self._why_full("has no free place", names_holders=self._names(began, deadline)))
+            waited = deadline is None or deadline > began
+            raise Full(self._why_full("has no free place", names_holders=waited and self.names_holders))
         return count
 
     def _block(
@@ -534,7 +535,7 @@ class PutEnd:
                 remaining = SLICE if deadline is None else deadline - monotonic()
                 if remaining <= 0:
                     what = f"finds {self.arena.why_no_room(nbytes)}"
-                    raise Full(self._why_full(what, names_holders=self._names(began, deadline)))
+                    raise Full(self._why_full(what, names_holders=self.names_holders))
                 seconds = min(max(pause, min(2 * looked, 10 * SLICE)), remaining)
                 block = self._pause(seconds, pause, nbytes, taker if force else None)
                 if block:
@@ -585,10 +586,6 @@ class PutEnd:
         block, state = ticket >> 32 << SMALLEST, ticket % GENERATIONS << GENERATION_AT | self.arena.queued
         # Read by the file: where the page was given back, reading it in the mapping would make it anew.
         return os.pread(self.arena.segment.descriptor, 8, block) == state.to_bytes(8, sys.byteorder)
-
-    def _names(self, began: float, deadline: float | None) -> bool:
-        """Return whether Full is to name holders: a put that does not wait has no time for it."""
-        return self.names_holders and (deadline is None or deadline > began)
 
     def _why_full(self, what: str, *, names_holders: bool = True) -> str:
         """Return the text of an error. To look up who holds memory takes many times as long as a put."""

@@ -168,7 +168,7 @@ def test_a_message_goes_to_a_consumer_for_whom_there_is_memory(short: str, monke
 @ONLY_SHARED_MEMORY
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_put_that_waits_for_memory_gets_that_of_a_killed_consumer(count: int) -> None:
-    """What waits in its queue is nobody's then. With one consumer the put is told, and waits for the next one."""
+    """Nobody takes what waits in its queue, and that is freed. With one consumer, the put waits for the next one."""
     message = torch.ones(1 << 18, dtype=torch.uint8)
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(Child()) for _ in range(count)]
