@@ -27,6 +27,8 @@ from raw_ends import RawEnd
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import headroom
+from tensorpipe_ipc.endpoints import participant
+from tensorpipe_ipc.memory import arena
 from tensorpipe_ipc.zeromq.fragments import FRAGMENT
 
 pytestmark = pytest.mark.limit(20)
@@ -504,6 +506,12 @@ def test_what_there_is_no_memory_to_copy_is_refused_before_it_is(
         assert (producer.statistics().messages, consumer.statistics().lost) == (2, 0)
 
 
+def _leave_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have idle memory lie there for as long as a busy machine may take: it would be given back before it is needed."""
+    for module in (participant, arena):
+        monkeypatch.setattr(module, "IDLE", 60.0)
+
+
 @pytest.mark.parametrize("kind", ["expanded", "flipped"])
 def test_idle_memory_over_tcp_is_given_back_before_a_refusal(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no memory to gather in as long as the producer holds that of messages which were taken."""
@@ -572,6 +580,7 @@ def test_idle_memory_of_one_way_is_given_back_before_a_message_by_the_other_is_r
     idle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One consumer may have producers of both kinds."""
+    _leave_idle(monkeypatch)
     with (
         tp.Consumer("tcp://127.0.0.1:*", copy=True) as consumer,
         tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as far,
@@ -646,6 +655,7 @@ def test_a_message_over_tcp_of_many_small_tensors_that_there_is_no_memory_for_is
 
 def test_idle_memory_is_given_back_before_fragments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory that a large message had come in lies idle with the consumer, and is more than the next one needs."""
+    _leave_idle(monkeypatch)
     with (
         tp.Consumer("tcp://127.0.0.1:*", shared_memory="off", copy=True) as consumer,
         tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
