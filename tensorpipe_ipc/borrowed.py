@@ -27,6 +27,7 @@ __all__ = [
     "pyzmq_reaper",
     "rebuild_subclass",
     "rebuild_tensor",
+    "rebuild_untyped",
     "reducers",
     "running_threads",
     "shared_descriptor",
@@ -90,14 +91,15 @@ typed_storage_warning: Any = _borrowed(
 """torch's warning of typed storages, with its note whether it has warned."""
 
 
-rebuild_tensor: tuple[Any, Any] = (
-    _borrowed(
-        "torch:_utils._rebuild_tensor_v2", None, "a slice of a tensor's subclass is sent with all of its storage"
-    ),
-    _borrowed("torch:_utils._rebuild_tensor_v3", None, "a subclass of a tensor of uint16, say, is lost"),
+rebuild_tensor: Any = _borrowed(
+    "torch:_utils._rebuild_tensor_v2", None, "a slice of a tensor's subclass is sent with all of its storage"
 )
-"""The functions that make a pickled tensor anew, of (typed storage, offset, shape, strides, requires_grad, hooks), and of an
-untyped storage, the same, and the dtype."""
+"""The function that makes a pickled tensor anew, of (typed storage, offset, shape, strides, requires_grad, hooks)."""
+
+rebuild_untyped: Any = _borrowed(
+    "torch:_utils._rebuild_tensor_v3", None, "a tensor of a subclass, and of uint16, say, is lost"
+)
+"""The same, of (untyped storage, offset, shape, strides, requires_grad, hooks, dtype)."""
 
 rebuild_subclass: Any = _borrowed(
     "torch:_tensor._rebuild_from_type_v2", None, "a slice of a tensor's subclass is sent with all of its storage"

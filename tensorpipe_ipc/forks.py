@@ -30,9 +30,8 @@ def no_fork() -> threading.RLock:
                 after_in_parent=lambda: call_all(_in_parent),
                 after_in_child=lambda: call_all(_in_child),
             )
-        for _ in range(
-            2
-        ):  # around these, and in C: an exception within would keep all other threads from forking for good
+        # Around these, and in C: an exception within would keep all other threads from forking for good.
+        for _ in range(2):
             os.register_at_fork(
                 before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release
             )

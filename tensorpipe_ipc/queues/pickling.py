@@ -33,6 +33,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from tensorpipe_ipc.borrowed import (
     rebuild_subclass,
     rebuild_tensor,
+    rebuild_untyped,
     reducers,
     shared_descriptor,
     sharer,
@@ -101,12 +102,14 @@ class _Reducers(dict[Any, Any]):
         if rebuild_subclass is None or type(reduced) is not tuple or reduced[0] is not rebuild_subclass:
             return reduced  # by a method of its own
         rebuild, kind, arguments, state = reduced[1]
-        number = rebuild_tensor.index(rebuild) if rebuild in rebuild_tensor else len(arguments)
-        if len(arguments) != 6 + number or arguments[5]:  # with hooks, or conjugated
+        if (rebuild, len(arguments)) == (rebuild_tensor, 6):
+            storage, dtype = arguments[0]._untyped_storage, arguments[0].dtype
+        elif (rebuild, len(arguments)) == (rebuild_untyped, 7):
+            storage, dtype = arguments[0], arguments[6]
+        else:  # of another layout, or conjugated
             return reduced
-        stored, offset, shape, strides, requires_grad = arguments[:5]
-        storage, dtype = (stored, arguments[6]) if number else (stored._untyped_storage, stored.dtype)
-        if storage.device.type != "cpu" or dtype not in METAS or _is_shared(storage):
+        _, offset, shape, strides, requires_grad, hooks = arguments[:6]
+        if hooks or storage.device.type != "cpu" or dtype not in METAS or _is_shared(storage):
             return reduced
         shown = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
         if shown.nbytes > storage.nbytes():  # expanded

@@ -52,7 +52,7 @@ __all__ = ["Copy", "Payload", "PutEnd"]
 
 _SMALL_BEYOND = 1 << 19  # bytes, by blocks, of equal messages that one queue may have beyond the capacity
 _STARVED = (
-    0.5  # seconds after which a put has memory beyond the capacity: smaller ones of others may take all that comes free
+    0.5  # seconds after which a put has memory beyond the capacity: others' smaller ones may take all that comes free
 )
 _LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
 

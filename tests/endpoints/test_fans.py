@@ -8,8 +8,9 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import children
 import pytest
@@ -165,24 +166,34 @@ def test_a_message_goes_to_a_consumer_for_whom_there_is_memory(short: str, monke
             producer.close()
 
 
+@contextlib.contextmanager
+def _fan(count: int, capacity: int, function: Callable[..., Any], *arguments: Any) -> Iterator[tuple[Any, list[Child]]]:
+    """A producer whose consumers, in children, have begun a call, and whose arena has a capacity. Messages are left."""
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(Child()) for _ in range(count)]
+        producer = stack.enter_context(tp.Producer("fan", bind=True, linger=0))
+        for number, child in enumerate(crowd, 1):
+            child.call(children.open_consumer, "fan", bind=False)
+            child.begin(function, *arguments)
+            producer.wait_for(number, PATIENCE)
+        queue = side_of(producer).any_queue()
+        assert queue is not None
+        queue.arena.words[CAPACITY] = capacity
+        del queue  # it would keep what waits in it
+        yield producer, crowd
+        with pytest.warns(RuntimeWarning, match="not taken"):
+            producer.close()
+
+
 @ONLY_SHARED_MEMORY
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_put_that_waits_for_memory_gets_that_of_a_killed_consumer(count: int) -> None:
     """Nobody takes what waits in its queue, and that is freed. With one consumer, the put waits for the next one."""
     message = torch.ones(1 << 18, dtype=torch.uint8)
-    with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(Child()) for _ in range(count)]
-        producer = stack.enter_context(tp.Producer("full", bind=True, linger=0))
-        for number, child in enumerate(crowd, 1):
-            child.call(children.open_consumer, "full", bind=False)
-            child.begin(children.take)
-            producer.wait_for(number, PATIENCE)
-            for _ in range(number):  # one of them is its own, as all have as much to do
-                producer.put("met", PATIENCE)
-            assert child.result() == ["met"]
-        queue = side_of(producer).any_queue()
-        assert queue is not None
-        queue.arena.words[CAPACITY] = 8 << 20
+    with _fan(count, 8 << 20, children.take) as (producer, crowd):
+        for _ in crowd:
+            producer.put("met", PATIENCE)
+        assert [child.result() for child in crowd] == [["met"]] * count
         with contextlib.suppress(tp.Full):
             while True:
                 producer.put(message, 0.1)
@@ -191,14 +202,12 @@ def test_a_put_that_waits_for_memory_gets_that_of_a_killed_consumer(count: int) 
         crowd[0].kill()
         if count == 1:
             with Child() as later:
-                later.call(children.open_consumer, "full", bind=False)
+                later.call(children.open_consumer, "fan", bind=False)
                 later.begin(children.take)
                 putting()
                 assert len(later.result()) == 1
         else:
             putting()
-        with pytest.warns(RuntimeWarning, match="not taken"):
-            producer.close()
 
 
 @ONLY_SHARED_MEMORY
@@ -206,16 +215,7 @@ def test_a_put_that_waits_for_memory_gets_that_of_a_killed_consumer(count: int) 
 def test_full_names_who_holds_the_memory(count: int) -> None:
     """The text says how much waits with each consumer, and how much each keeps, which waits nowhere."""
     message = torch.ones(1 << 18, dtype=torch.uint8)
-    with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(Child()) for _ in range(count)]
-        producer = stack.enter_context(tp.Producer("kept", bind=True, linger=0))
-        for number, child in enumerate(crowd, 1):
-            child.call(children.open_consumer, "kept", bind=False)
-            child.begin(children.hold, 2)
-            producer.wait_for(number, PATIENCE)
-        queue = side_of(producer).any_queue()
-        assert queue is not None
-        queue.arena.words[CAPACITY] = 1 << 20
+    with _fan(count, 1 << 20, children.hold, 2) as (producer, crowd):
         told = ""
         while not told:
             try:
@@ -226,8 +226,6 @@ def test_full_names_who_holds_the_memory(count: int) -> None:
             child.result()
             assert f"consumer pid {child.pid}" in told
             assert re.search(rf"pid {child.pid} \(alive\) has \d blocks with", told), told
-        with pytest.warns(RuntimeWarning, match="not taken"):
-            producer.close()
 
 
 @pytest.mark.parametrize("producers_connect", [True, False])
