@@ -98,13 +98,17 @@ TELL = 5.0  # seconds between two reports of how far a campaign is
 _pool = np.random.default_rng(1).integers(0, 256, 2 * LARGEST, dtype=np.uint8)
 
 
-def content_of(who: int, number: int) -> np.ndarray[Any, Any]:
-    """The bytes of a producer's message."""
+def content_of(who: int, number: int, largest: int = LARGEST) -> np.ndarray[Any, Any]:
+    """The bytes of a producer's message. Producers of odd numbers begin with a wave that has large ones among them.
+
+    Args:
+        largest: how many they are at most; where that is few, every second message of such a wave has them.
+    """
     mixed = (who * 0x9E3779B97F4A7C15 + number * 0xC2B2AE3D27D4EB4F) >> 7 & 0xFFFFFFFF
     size = SIZES[mixed >> 5 & 7]
-    if mixed % 16 == 0 and number // WAVE % 2 and who < SMALL_ONLY:
+    if mixed % (16 if largest == LARGEST else 2) == 0 and (number // WAVE + who) % 2 and who < SMALL_ONLY:
         least = LARGE << DOUBLED[mixed >> 5 & 7]
-        size = least + (mixed >> 8) % least
+        size = min(least + (mixed >> 8) % least, largest)
     start = (mixed >> 8) % (len(_pool) - LARGEST)
     return _pool[start : start + size]
 
@@ -258,16 +262,16 @@ def begin(who: int) -> None:
     random.seed(who)
 
 
-def entry_of(message: Any) -> int:
+def entry_of(message: Any, largest: int = LARGEST) -> int:
     """The word that says which message came, and whether it was intact."""
     who, number, tensor = message
-    intact = tensor.dtype is torch.uint8 and np.array_equal(tensor.numpy(), content_of(who, number))
+    intact = tensor.dtype is torch.uint8 and np.array_equal(tensor.numpy(), content_of(who, number, largest))
     return int(who << 40 | number | (0 if intact else BROKEN))
 
 
-def check_again(message: Any, words: memoryview) -> None:
+def check_again(message: Any, words: memoryview, largest: int = LARGEST) -> None:
     """Check that the memory under a lease has not changed, and write a broken message into the journal."""
-    entry = entry_of(message)
+    entry = entry_of(message, largest)
     if entry & BROKEN:
         words[words[0] + 1] = entry
         words[0] += 1

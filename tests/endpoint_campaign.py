@@ -3,7 +3,8 @@
 ``python -m tests.campaign --endpoints --kills 300 --closes 1000 --seed 7``. A few programs (``endpoint_program``), each with
 several ends, and streams between them: one to one, three to one, one to three; over ipc and tcp, through shared memory and in
 frames, with keys and without, directly or by a bad line (``proxy``), in each other's sight or out of it. Some consumers wait on
-their descriptor, and programs fork children that outlive them for a while. The supervisor ends ends: it has them close
+their descriptor, and programs fork children that outlive them for a while. In some campaigns shared memory is short: all waits,
+sends and deaths meet with puts that wait for it. The supervisor ends ends: it has them close
 or leave by an exception, or kills their program; often while a peer's program is stopped, or the line silent or cut. A
 program that was not killed lives on, and new ends are opened in it, or in another, in the place of those that are gone.
 
@@ -73,6 +74,7 @@ BOUND = 15.0  # seconds that anything may take, on a machine that does other thi
 PEER_TIMEOUT = 3.0  # seconds
 STARTING = 60.0  # seconds for a program that imports everything on a busy machine
 HELD = 1.2  # seconds, at most, that a program is stopped or a line is silent: less than PEER_TIMEOUT
+SHORT = 1 << 20  # bytes of a program's shared memory, where it is short
 NEAR = 3  # programs; one more is out of the others' sight
 KINDS = {"close": {GOODBYE}, "raise": {FAILURE}, "kill": {LOSS}}
 TOLD_AS = {GOODBYE: "EndOfStream", FAILURE: "StreamFailed", LOSS: "PeerLost"}
@@ -244,6 +246,7 @@ class End:
             self.waits,
             str(campaign.keys) if kind.has_keys else "",
             role == "got" and not self.waits and who % 5 < 2,
+            campaign.capacity,
         )
         self.journal = journal(campaign.folder / f"got{who}", JOURNAL_WORDS) if role == "got" else memoryview(b"")
         self.began, self.gone_at = time.monotonic(), 0.0  # gone: it has closed, or is dead
@@ -621,6 +624,7 @@ class Campaign:
         self.choose, self.folder, self.figures = choose, folder, figures
         self.words = journal(folder / "ends", MOST_ENDS * WORDS)
         self._who = 0
+        self.capacity = SHORT if choose.random() < 0.3 else 0
         for name in ("near", "far"):
             (folder / name).mkdir(0o700)
         self.keys = folder / "keys"

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import torch
 
 import tensorpipe_ipc as tp
-from tests.campaign import HELD, LARGE, LIFE, check_again, content_of, entry_of, journal
+from tests.campaign import HELD, LARGE, LARGEST, LIFE, check_again, content_of, entry_of, journal
+from tests.inside import own_memory
 
 JOURNAL_WORDS = 1 << 20
 MOST_ENDS = 1 << 14
@@ -46,7 +47,8 @@ LINGER = 40.0  # seconds: more than anything may take
 
 class Spec(NamedTuple):
     """The options of an end. If ``waits``, another thread closes the end while the end's own thread waits;
-    if ``polls``, it waits on its descriptor. ``keys``: the folder that they are in; "": it has none."""
+    if ``polls``, it waits on its descriptor. ``keys``: the folder that they are in; "": it has none.
+    ``capacity``: bytes of the shared memory of all binders of its process; 0: what the machine allows."""
 
     who: int
     role: str
@@ -59,6 +61,17 @@ class Spec(NamedTuple):
     waits: bool
     keys: str
     polls: bool
+    capacity: int
+
+    @property
+    def largest(self) -> int:
+        """Return the bytes of its largest messages: what gets in beside small ones, however little memory there is."""
+        return self.capacity // 16 or LARGEST
+
+    @property
+    def timeout(self) -> float | None:
+        """Return the seconds that it waits in put: where memory is short, long enough to have what is kept for that."""
+        return None if self.waits else 1.0 if self.capacity else 0.3
 
 
 class Deliberate(Exception):
@@ -72,6 +85,7 @@ class Program:
         self.folder = folder
         self.words = journal(f"{folder}/ends", MOST_ENDS * WORDS)
         self.open: dict[int, Any] = {}
+        self.memory: object = None
         self.threads: list[threading.Thread] = []
 
     def serve(self, commands: Iterable[str]) -> None:
@@ -81,6 +95,8 @@ class Program:
                 break
             told = json.loads(line)
             target, argument = (self.close, told) if isinstance(told, int) else (self.run, Spec(*told))
+            if isinstance(argument, Spec) and argument.capacity and self.memory is None:
+                self.memory = own_memory(argument.capacity)
             thread = threading.Thread(target=target, args=(argument,), name=str(told))
             self.threads.append(thread)
             thread.start()
@@ -165,22 +181,22 @@ class Program:
                 if spec.polls:
                     if not select.select([consumer.fileno()], [], [], 0.25)[0]:
                         continue
-                    message = get(consumer, 0, words)
+                    message = get(consumer, 0, words, spec.largest)
                 else:
-                    message = get(consumer, None if spec.waits else TIMEOUTS[spec.who % 3], words)
+                    message = get(consumer, None if spec.waits else TIMEOUTS[spec.who % 3], words, spec.largest)
                 if isinstance(message, Exception):
                     self.said(spec, message)
                 elif message[2].numel() >= LARGE:
                     held.append(message)
                 del message
                 if len(held) > HELD:
-                    check_again(held.popleft(), words)
+                    check_again(held.popleft(), words, spec.largest)
             mine[STATE] = LEAVING
             if mine[FATE] == RAISE:
                 raise Deliberate(f"end {spec.who} fails")
         self.open.pop(spec.who, None)
         while held:
-            check_again(held.popleft(), words)
+            check_again(held.popleft(), words, spec.largest)
 
 
 def fork_now_and_then(choose: random.Random) -> None:
@@ -204,18 +220,17 @@ def security(spec: Spec) -> tp.Curve | None:
 def put(producer: tp.Producer, spec: Spec, mine: memoryview) -> object:
     """Put one message, a large one of every second producer as a loan. What was said, if it could not be."""
     number = mine[RETURNED]
-    content = torch.from_numpy(content_of(spec.who, number))
+    content = torch.from_numpy(content_of(spec.who, number, spec.largest))
     mine[BEGUN] = number + 1
-    timeout = None if spec.waits else 0.3
     try:
         if mine[FATE]:
             return None
         if len(content) >= LARGE and spec.who % 2:
             tree = [spec.who, number, tp.TensorSpec((len(content),), torch.uint8)]
-            with producer.loan(tree, timeout=timeout) as made:
+            with producer.loan(tree, timeout=spec.timeout) as made:
                 made[2].copy_(content)
         else:
-            producer.put([spec.who, number, content], timeout)
+            producer.put([spec.who, number, content], spec.timeout)
     except tp.Full as full:
         return full
     except tp.PeerLost as lost:
@@ -238,7 +253,7 @@ def untaken(lost: tp.PeerLost) -> int:
     return sum(map(int, re.findall(r"with (\d+) messages", str(lost))))
 
 
-def get(consumer: tp.Consumer, timeout: float | None, words: memoryview) -> Any:
+def get(consumer: tp.Consumer, timeout: float | None, words: memoryview, largest: int) -> Any:
     """Take a message and note it, or note what is told instead."""
     try:
         message = consumer.get(timeout)
@@ -253,7 +268,7 @@ def get(consumer: tp.Consumer, timeout: float | None, words: memoryview) -> Any:
             note(words, NAMED << 24 | who)
         note(words, (FAILURE if isinstance(lost, tp.StreamFailed) else LOSS) << 24)
         return lost
-    note(words, entry_of(message))
+    note(words, entry_of(message, largest))
     return message
 
 

@@ -27,7 +27,8 @@ from tensorpipe_ipc.memory import barrier, handover
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import PUT, Operation
-from tensorpipe_ipc.process import Identity
+from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.process import Identity, process_key
 from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.get_end import COPY, _Again, _drop
@@ -67,6 +68,7 @@ __all__ = [
     "look_for_idle",
     "make_look_due",
     "open_queue_of",
+    "own_memory",
     "reach_anew",
     "reader_of",
     "reading_end_of",
@@ -309,6 +311,13 @@ def size_of_file(presence: Presence) -> int:
 def forget_offered_queues() -> None:
     """Let go of all queues that this process has made for other ends."""
     rendezvous._made.clear()
+
+
+def own_memory(capacity: int) -> object:
+    """Have the binders of this process share memory of so many bytes, as long as what is returned is kept."""
+    attachment = Attachment(Arena(Segment.create(rendezvous._SIZE), capacity))
+    rendezvous._own[process_key()] = attachment
+    return attachment
 
 
 def reach_anew(who: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:

@@ -134,9 +134,21 @@ class RawLine:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         self._socket.settimeout(PATIENCE)
         self._socket.connect(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+        self._shake_hands(b"DEALER", name)
+
+    @classmethod
+    def of_binder(cls, listener: socket.socket) -> RawLine:
+        """The next connection to a port, as a ROUTER that has the port would have it."""
+        line = cls.__new__(cls)
+        line._socket, _ = listener.accept()
+        line._socket.settimeout(PATIENCE)
+        line._shake_hands(b"ROUTER")
+        return line
+
+    def _shake_hands(self, kind: bytes, name: bytes = b"") -> None:
         self._socket.sendall(_GREETING)
         self._read(len(_GREETING))
-        properties = ((b"Socket-Type", b"DEALER"), (b"Identity", name))
+        properties = ((b"Socket-Type", kind), (b"Identity", name))
         body = b"".join(bytes([len(key)]) + key + struct.pack(">I", len(value)) + value for key, value in properties)
         self._socket.sendall(b"\x06" + struct.pack(">Q", 6 + len(body)) + b"\x05READY" + body)
         self._read(self._read(2)[1])

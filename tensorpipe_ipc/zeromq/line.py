@@ -192,7 +192,7 @@ class Line:
         return self.failure is not None and self.failure[0] != _BROKEN_OFF
 
     def close(self, linger: float) -> None:
-        """Close. What was sent by a connection that stands goes on leaving for up to ``linger`` seconds.
+        """Close. What was sent by a connection that stands goes on leaving for up to ``linger`` seconds; not over tcp.
 
         Again: what an exception left undone, or nothing.
         """
@@ -200,6 +200,7 @@ class Line:
             if not self.has_ended:
                 self.hear()
             self.socket.disable_monitor()
-            self.socket.close(linger=int(linger * 1000) if self.is_up else 0)
+            lingers = self.is_up and self._address.scheme != "tcp"  # see FrameSocket.close
+            self.socket.close(linger=int(linger * 1000) if lingers else 0)
         if self._monitor is not None:
             self._monitor.close(linger=0)

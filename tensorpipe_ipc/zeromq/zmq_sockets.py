@@ -14,6 +14,7 @@ before ZeroMQ has let go of what was said before.
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -223,18 +224,21 @@ class FrameSocket:
             False if that connection has ended. Then nothing was sent.
         """
         unread = self._unread.get(peer)
-        if unread is not None and unread.tracker.done:
+        if unread is not None and unread.first.done:
             unread = None
         if unread is not None:
             if unread.count >= _UNREAD:
                 return True
             unread.count += 1
         try:
-            trackers = self.lend(peer, [frame], large=False, mark=self._may_be_unread and unread is None)
+            trackers = self.lend(peer, [frame], large=False, mark=self._may_be_unread)
         except Unreachable:
             return False
         for tracker in trackers:
-            self._note_unread(peer, tracker)
+            if unread is None:
+                self._note_unread(peer, tracker)
+            else:
+                unread.last = tracker
         return True
 
     def _end_cut_off(self) -> None:
@@ -250,7 +254,7 @@ class FrameSocket:
 
     def _note_unread(self, peer: bytes, tracker: Any) -> None:
         if len(self._unread) >= _MOST_UNREAD:
-            self._unread = {peer: unread for peer, unread in self._unread.items() if not unread.tracker.done}
+            self._unread = {peer: unread for peer, unread in self._unread.items() if not unread.last.done}
         self._unread[peer] = _Unread(tracker)
 
     # -- what comes in
@@ -437,13 +441,28 @@ class FrameSocket:
             self._poll_fd.show(ready)
 
     def close(self, linger: float) -> None:
-        """Close. What was sent goes on leaving for up to ``linger`` seconds. Again: what an exception left undone."""
+        """Close. What was sent goes on leaving for up to ``linger`` seconds. Again: what an exception left undone.
+
+        Over tcp it has to leave before. There libzmq ends the process (!_io_error) where a socket was closed with a linger, its
+        peer said something, and the connection was reset before all had left: by its next heartbeat. Without a linger what is
+        small leaves nevertheless, unless the connection is busy with what came before.
+        """
+        if self.address.scheme == "tcp":
+            self._let_leave(linger)
+            linger = 0.0
         with ExitStack() as steps:  # from the last to the first; each is done though an exception cuts another short
             steps.callback(release, self)
             steps.callback(self._close_sockets, linger)
             steps.callback(self._give_address_back, linger)
             if self._poll_fd is not None:
                 steps.callback(self._poll_fd.close)
+
+    def _let_leave(self, seconds: float) -> None:
+        """Wait until ZeroMQ has let go of all that was said by messages of one frame, and so of what was sent before them."""
+        deadline = time.monotonic() + seconds
+        for unread in list(self._unread.values()):
+            with suppress(zmq.NotDone):
+                unread.last.wait(max(0.0, deadline - time.monotonic()))
 
     def _give_address_back(self, linger: float) -> None:
         """Have the next binder get the address; what was sent goes on leaving."""
@@ -467,10 +486,10 @@ def _marked(frame: bytes) -> zmq.Frame | None:
 class _Unread:
     """The messages that were sent to one peer, and may still be with ZeroMQ."""
 
-    __slots__ = ("count", "tracker")
+    __slots__ = ("count", "first", "last")
 
     def __init__(self, tracker: Any) -> None:
-        self.tracker = tracker  # of the first of them
+        self.first = self.last = tracker
         self.count = 1
 
 

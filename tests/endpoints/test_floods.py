@@ -26,6 +26,7 @@ import psutil
 import pytest
 import torch
 from children import AT_LENGTH, PATIENCE, Child, descriptors_left, in_thread, wait_until
+from crash_points import in_child, reap
 from inside import conversation_of, have_no_time_for_strangers, side_of, take_long_to_hear
 from programs import InFork, ran
 from raw_ends import RawEnd, RawLine, hello, wait_in_vain
@@ -602,6 +603,30 @@ def test_a_put_that_does_not_wait_tries_few_of_those_who_came_and_went_meanwhile
             with contextlib.suppress(tp.Full):
                 producer.put(bytes(100), 0)
             assert time.thread_time() - before < 0.1
+
+
+def _close_while_a_reader_of_nothing_resets(turn: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE)
+        producer = tp.Producer(f"tcp://127.0.0.1:{listener.getsockname()[1]}", shared_memory="off", linger=0)
+        putting = in_thread(lambda: producer.put(bytes(30 << 20), PATIENCE))
+        raw = RawLine.of_binder(listener)
+        raw.say(hello("consumer", Kind.WELCOME))
+        putting()
+        closing = in_thread(producer.close)
+        with contextlib.suppress(OSError):  # once the producer has hung up
+            for _ in range(8 * turn + 40):
+                raw.say(b"")
+                time.sleep(0.002)
+        raw.reset()
+        with pytest.warns(RuntimeWarning, match="not taken"):
+            closing()
+
+
+def test_a_consumer_that_reads_nothing_and_is_reset_while_its_producer_closes_ends_nobody() -> None:
+    """libzmq ends the process at the next heartbeat, should its socket linger then: within 0.4 s."""
+    child = in_child(lambda: [_close_while_a_reader_of_nothing_resets(turn) for turn in range(8)])
+    assert reap(child) == 0
 
 
 _SHORT_MESSAGES = """
