@@ -503,7 +503,9 @@ class Round:
             if role != "got" and words[BEGUN] > words[RETURNED] and not self.stopped and not self.board[PAUSE]:
                 at, since = self.putting.get(who, (-1, now))
                 self.putting[who] = (words[BEGUN], since if at == words[BEGUN] else now)
-                most = ROOM if self.lull_until else HANG + MARGIN
+                # A large one may wait as long as small ones fill the memory (docs/limits.md).
+                is_small = all(len(content_of(who, n)) < LARGE for n in range(words[RETURNED], words[BEGUN]))
+                most = ROOM if self.lull_until and is_small else HANG + MARGIN
                 assert now - since < most or at != words[BEGUN], (
                     f"producer {who} waits for room since {now - since:.1f} s: {self.queue.statistics()}; {self.states()}"
                 )

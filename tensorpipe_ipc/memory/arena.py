@@ -49,11 +49,10 @@ and from then on every process counts them; also those of a loan that is not fil
 at a time. This is a check, not a guarantee: other programs may take what is left in the meantime.
 
 **Beyond the capacity** a block is had by force: for a message in a queue that has none, or a few small ones, as queues that
-share an arena must not starve each other in a circle; for a queue's own record; and, within a sixteenth of the capacity, for
-a put that has waited for long, as small messages of others may take all that comes free. The machine must have the memory.
-It lies in an extent of a kind of its own (``BEYOND``). What comes free there is used by force again, by any process, or
-given back. It is no lease's but where pages are locked (leases.py), nor another message's: so what is left there is what was
-had by force, and one message after the other does not add to what others have.
+share an arena must not starve each other in a circle; and for a queue's own record. The machine must have the memory. It lies
+in an extent of a kind of its own (``BEYOND``). What comes free there is used by force again, by any process, or given back. It
+is no lease's but where pages are locked (leases.py), nor another message's: so what is left there is what was had by force, and
+one message after the other does not add to what others have.
 
 **If there is no room**, own free blocks are punched out first, all but the page with their state. Then ``collect`` takes
 whatever is free, of any process. So no put waits for memory that lies free with another process, in whatever sizes. What lies
@@ -111,7 +110,6 @@ __all__ = [
     "KEPT",
     "QUEUED",
     "QUICK",
-    "SPARE_BEYOND",
     "STEPS",
     "UNIT",
     "WRITING",
@@ -261,12 +259,12 @@ class Arena(Extents):
     # ---- allocation ----
 
     def allocate(
-        self, nbytes: int, *, beyond: float = 0, taker: Operation | Taker | None = None, collected: bool = False
+        self, nbytes: int, *, force: bool = False, taker: Operation | Taker | None = None, collected: bool = False
     ) -> int:
         """Return a block for ``nbytes`` of metadata and payload. Its state is WRITING.
 
         Args:
-            beyond: how many bytes beyond the capacity the arena may cost then; not beyond what the machine has.
+            force: even beyond the capacity, though not beyond what the machine has.
             taker: it knows the block from the moment on at which that is WRITING, whatever an exception then ends.
             collected: ``collect`` has just had what there was; nothing more is given back for it.
 
@@ -277,7 +275,7 @@ class Arena(Extents):
             SharedMemoryError: there can never be room for so much.
         """
         kind, growth = size_class_of(nbytes), self._growth(nbytes)
-        if beyond < math.inf:
+        if not force:
             self.check(nbytes)
         self.mind_idle()
         block = self._allocate(kind, growth, taker)
@@ -286,7 +284,7 @@ class Arena(Extents):
             if not self._lies_free(kind, growth):
                 self._trim(growth)
             block = self._allocate(kind, growth, taker)
-        return block or (self._allocate_beyond(kind | BEYOND, growth, taker, beyond) if beyond else 0)
+        return block or (self._allocate_beyond(kind | BEYOND, growth, taker) if force else 0)
 
     def check(self, nbytes: int) -> None:
         """
@@ -300,22 +298,22 @@ class Arena(Extents):
                 "send it in parts",
             )
 
-    def _allocate(self, kind: int, growth: int, taker: Operation | Taker | None, beyond: float = 0) -> int:
+    def _allocate(self, kind: int, growth: int, taker: Operation | Taker | None) -> int:
         taker = Taker() if taker is None else taker
         if kind > QUICK:
             self.reclaim_freed(kind)  # what was freed last is warm; it costs less than a copy of so much
-        is_small, size, stale = self._is_small(kind), size_of(kind), 0
+        is_small, size, force, stale = self._is_small(kind), size_of(kind), bool(kind & BEYOND), 0
         while True:
             source = self._next(kind)
             if not source:
-                if not self._has_room(size if is_small else growth, beyond) or not self._claim(kind):
+                if not self._has_room(size if is_small else growth, force) or not self._claim(kind):
                     return 0
                 continue
             is_fresh = source is self._fresh[kind]
-            if is_small and is_fresh and not self._has_purse(size, beyond):  # first: its state makes a page
+            if is_small and is_fresh and not self._has_purse(size, force):  # first: its state makes a page
                 return 0
             block = self._start(source, kind, taker)
-            if block and (is_small or self._has_pages(block, growth, beyond, taker)):
+            if block and (is_small or self._has_pages(block, growth, force, taker)):
                 self.recent[kind].append(block)
                 if is_small and is_fresh:
                     self._purse -= size
@@ -328,9 +326,7 @@ class Arena(Extents):
             if stale == RECENT:  # others may have taken millions of blocks, and one by one takes longer
                 self.reclaim({kind})
 
-    def _allocate_beyond(
-        self, kind: int, growth: int, taker: Operation | Taker | None, beyond: float = math.inf
-    ) -> int:
+    def _allocate_beyond(self, kind: int, growth: int, taker: Operation | Taker | None) -> int:
         """Allocate by force. Where much lies free beyond the capacity, with any process, take a block from another one; where
         none of the kind can be had, all is given back, unless pages are locked: then it would only change hands."""
         free, same, total = list[Extent](), list[Extent](), 0
@@ -348,7 +344,7 @@ class Arena(Extents):
             is_had = any(not self._take([extent], is_kept=True) for extent in tried)
             if not is_had and not self.words[PAGE_LOCKED]:
                 self._take(free)
-        return self._allocate(kind, growth, taker, beyond)
+        return self._allocate(kind, growth, taker)
 
     def allocate_without_look(self, nbytes: int, taker: Operation | Taker | None) -> int:
         """Return a block beyond the capacity, without a look at all memory, as none is due; 0: the machine has none.
@@ -360,7 +356,7 @@ class Arena(Extents):
         kind, growth = size_class_of(nbytes) | BEYOND, self._growth(nbytes)
         self.reclaim_freed(kind)
         if self._lies_free(kind, growth):
-            return self._allocate(kind, growth, taker, math.inf)
+            return self._allocate(kind, growth, taker)
         return self._allocate_beyond(kind, growth, taker)
 
     def is_look_due(self, nbytes: int) -> bool:
@@ -518,21 +514,21 @@ class Arena(Extents):
         """Return bytes of pages that so many bytes of metadata and payload lie on."""
         return -(-(nbytes + HEADER) // self.segment.page) * self.segment.page
 
-    def _has_purse(self, size: int, beyond: float) -> bool:
+    def _has_purse(self, size: int, force: bool) -> bool:
         """Have memory for a small block that costs some."""
         if self._purse < size:
-            for nbytes in (size if beyond else max(PURSE, self.segment.page), size):
-                if self._has_room(nbytes, beyond):
+            for nbytes in (size if force else max(PURSE, self.segment.page), size):
+                if self._has_room(nbytes, force):
                     self._purse += nbytes
                     self._count_growth(nbytes)
                     break
         return self._purse >= size
 
-    def _has_pages(self, block: int, growth: int, beyond: float, taker: Operation | Taker) -> bool:
+    def _has_pages(self, block: int, growth: int, force: bool, taker: Operation | Taker) -> bool:
         """Have memory for what is to be written into a large block that is WRITING. False: there is no room, and it is FREE."""
         have, done = self.words[(block >> 3) + WRITTEN], False
         try:
-            done = growth <= have or self._grow(block, have, growth, beyond)
+            done = growth <= have or self._grow(block, have, growth, force)
             return done
         finally:
             if not done:
@@ -543,9 +539,9 @@ class Arena(Extents):
         have, wanted = self.words[(block >> 3) + WRITTEN], -(-(end - block) // self.segment.page) * self.segment.page
         if wanted <= have or self._is_small(self.words[self.table + (block >> 20)] >> 16):
             return True
-        return self._grow(block, have, wanted, 0)
+        return self._grow(block, have, wanted, False)
 
-    def _grow(self, block: int, have: int, wanted: int, beyond: float) -> bool:
+    def _grow(self, block: int, have: int, wanted: int, force: bool) -> bool:
         """Make pages of a block, once there is room for them, also beside what others are about to make.
 
         What is made is told step by step: an exception, or a kill, may end it, and then others look for what lies there.
@@ -555,7 +551,7 @@ class Arena(Extents):
         reserved, left = row_word(row) + RESERVED, wanted - have
         words[reserved] += left
         try:
-            if not self._has_room(left, beyond, counted=left):
+            if not self._has_room(left, force, counted=left):
                 return False
             for first in range(have, wanted, STEP):
                 step = min(STEP, wanted - first)
@@ -582,22 +578,21 @@ class Arena(Extents):
         if not self.words[GROWN] and self.segment.resident() + nbytes >= WORTH:
             self.words[GROWN] = 1
 
-    def _has_room(self, nbytes: int, beyond: float, *, counted: int = 0) -> bool:
+    def _has_room(self, nbytes: int, force: bool, *, counted: int = 0) -> bool:
         """
         Args:
-            beyond: how many bytes beyond the capacity there may be.
             counted: bytes of them that the own row says already that it is about to get.
         """
         for pause in PAUSES:
             others = max(0, self._reserved() - counted)  # first: what becomes pages in between counts twice, not never
-            room = self.capacity - self.segment.resident() + beyond
-            if room < nbytes:
+            room = self.capacity - self.segment.resident()
+            if room < nbytes and not force:
                 return False
             if self._machine < nbytes or nbytes >= WORTH or monotonic() > self._looked + OUTDATED:
                 self._looked = monotonic()
                 left = headroom() - others - _tables(nbytes) - PURSE
                 self._machine = min(left, max(until_the_next_look(left, ALLOWANCE), nbytes))
-            if self._machine >= nbytes and room - others >= nbytes:
+            if self._machine >= nbytes and (force or room - others >= nbytes):
                 return True
             if not others:
                 return False

@@ -99,7 +99,8 @@ class _Reducers(dict[Any, Any]):
 
     def _reduce_subclass(self, tensor: torch.Tensor) -> Any:
         reduced: Any = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
-        if rebuild_subclass is None or type(reduced) is not tuple or reduced[0] is not rebuild_subclass:
+        is_torchs = type(reduced) is tuple and len(reduced) == 2 and reduced[0] is rebuild_subclass
+        if rebuild_subclass is None or not is_torchs:
             return reduced  # by a method of its own
         rebuild, kind, arguments, state = reduced[1]
         if (rebuild, len(arguments)) == (rebuild_tensor, 6):

@@ -57,10 +57,7 @@ class TorchSave:
                 tensor = copied(tensor, tensor.clone)
             check_memory(tensor)
             return describe(tensor), _save(tensor)
-        tensor = tensor.detach().cpu()
-        if tensor.is_quantized and tensor.numel() * tensor.itemsize != tensor.untyped_storage().nbytes():
-            tensor = tensor.clone()  # as above
-        return OPAQUE, _save(tensor)
+        return OPAQUE, _save(tensor.detach().cpu())
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
         """Return a tensor in memory of its own.

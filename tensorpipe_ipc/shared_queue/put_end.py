@@ -7,7 +7,6 @@ as the recovering process would: ``_finish``. See open_queue.py.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import sys
 import time
@@ -34,7 +33,6 @@ from tensorpipe_ipc.memory.arena import (
     PAYLOAD_AT,
     QUICK,
     SMALLEST,
-    SPARE_BEYOND,
     WRITTEN,
     Taker,
     size_class_of,
@@ -51,9 +49,6 @@ from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, Seen
 __all__ = ["Copy", "Payload", "PutEnd"]
 
 _SMALL_BEYOND = 1 << 19  # bytes, by blocks, of equal messages that one queue may have beyond the capacity
-_STARVED = (
-    0.5  # seconds after which a put has memory beyond the capacity: others' smaller ones may take all that comes free
-)
 _LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
 
 
@@ -497,8 +492,7 @@ class PutEnd:
     ) -> int:
         """The arena is full. A queue with nothing in flight may place one message all the same, or some small ones: so queues
         that share an arena cannot starve each other in a circle. But never more than the machine has; and where nobody has a
-        block that could come free, there is nothing to wait for. Puts that have waited for long have a sixteenth of the
-        capacity more, all together.
+        block that could come free, there is nothing to wait for.
 
         Args:
             force: False: such a queue's block is none, and 0 is returned.
@@ -516,12 +510,9 @@ class PutEnd:
                 block = self.arena.allocate(nbytes, taker=taker, collected=True)
                 if not block and (self._may_go_beyond(nbytes) if force else not self._queue.qsize()):
                     self.arena.note_look(looked)
-                    block = self.arena.allocate(nbytes, beyond=math.inf, taker=taker, collected=True) if force else 0
+                    block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True) if force else 0
                     if not block and force and self.attachment.trim():
-                        block = self.arena.allocate(nbytes, beyond=math.inf, taker=taker, collected=True)
-                if not block and force and monotonic() - began > _STARVED:
-                    most = self.arena.capacity // SPARE_BEYOND
-                    block = self.arena.allocate(nbytes, beyond=most, taker=taker, collected=True)
+                        block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
                 if block:
                     return block
                 if not self._queue.qsize():

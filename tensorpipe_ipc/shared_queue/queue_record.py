@@ -55,7 +55,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -256,10 +255,10 @@ def _block_and_lock(arena: Arena, nbytes: int, kept_by: type[PresenceLock]) -> t
     refused = []
     try:
         while True:
-            block = arena.allocate(nbytes, beyond=math.inf)
+            block = arena.allocate(nbytes, force=True)
             if not block:
                 arena.collect(nbytes)
-                block = arena.allocate(nbytes, beyond=math.inf)
+                block = arena.allocate(nbytes, force=True)
             if not block:
                 raise SharedMemoryError(errno.ENOMEM, f"no memory for a queue's record of {nbytes} bytes")
             refused.append(block)

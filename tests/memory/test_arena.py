@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import signal
 import sys
@@ -206,7 +205,7 @@ def test_capacity_is_never_passed_and_memory_of_other_sizes_is_given_back_for_it
     with pytest.raises(SharedMemoryError, match="can never fit"):
         arena.allocate(17 << 20)
     assert arena.allocate(8 << 20) == 0
-    assert arena.allocate(8 << 20, beyond=math.inf)
+    assert arena.allocate(8 << 20, force=True)
 
 
 def test_near_a_cgroups_limit_growth_is_refused(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,10 +418,10 @@ def test_no_room_for_addresses_says_so() -> None:
     small = Arena(Segment.create(1 << 28), capacity=1 << 30)
     small.attach()
     for _ in range(3):
-        assert small.allocate(30 << 20, beyond=math.inf)
-    assert not small.allocate(30 << 20, beyond=math.inf)  # others may be given back
+        assert small.allocate(30 << 20, force=True)
+    assert not small.allocate(30 << 20, force=True)  # others may be given back
     with pytest.raises(SharedMemoryError, match="MiB of addresses"):
-        small.allocate(200 << 20, beyond=math.inf)
+        small.allocate(200 << 20, force=True)
 
 
 def test_the_last_unit_is_used_too() -> None:
@@ -430,8 +429,8 @@ def test_the_last_unit_is_used_too() -> None:
     small = Arena(Segment.create(1 << 28), capacity=1 << 30)
     small.attach()
     for unit in range(first_unit_of(small), 256):
-        assert small.allocate(UNIT - HEADER, beyond=math.inf) == unit * UNIT
-    assert not small.allocate(UNIT - HEADER, beyond=math.inf)
+        assert small.allocate(UNIT - HEADER, force=True) == unit * UNIT
+    assert not small.allocate(UNIT - HEADER, force=True)
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from crash_points import in_child, reap
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -343,13 +344,25 @@ def test_a_sparse_parameter_stays_one() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch deprecates them
-def test_a_slice_of_a_quantized_tensor_sends_what_it_shows() -> None:
-    """It goes by ``torch.save``, which writes all of a storage."""
-    rows = torch.quantize_per_tensor(torch.rand(1000, 1000), 0.01, 0, torch.quint8)
+def test_a_quantized_tensor_of_half_bytes_arrives() -> None:
+    """torch can neither clone nor compare them."""
+    scales, zeros = torch.rand(8) + 0.1, torch.zeros(8)
+    sent = torch.quantize_per_channel(torch.rand(8, 16), scales, zeros, 0, torch.quint4x2)
     for there in (tp.Queue(), tp.Queue(serializer="torch_save")):
-        there.put(rows[3])
-        assert there.statistics().bytes_put < 30_000
-        assert torch.equal(there.get(timeout=LIMIT).int_repr(), rows[3].int_repr())
+        there.put(sent)
+        got = there.get(timeout=LIMIT)
+        assert (got.dtype, got.shape, got.qscheme()) == (sent.dtype, sent.shape, sent.qscheme())
+        assert bytes(got.untyped_storage()) == bytes(sent.untyped_storage())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_forked_child_puts_a_slice_of_a_large_quantized_tensor() -> None:
+    """What torch shares out among threads is never done there: they are the parent's."""
+    rows = torch.quantize_per_tensor(torch.rand(1000, 1000), 0.01, 0, torch.quint8)  # by several threads
+    there = tp.Queue()
+    child = in_child(lambda: there.put(rows[:500]))
+    assert torch.equal(there.get(timeout=LIMIT).int_repr(), rows[:500].int_repr())
+    assert reap(child) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.complex32])

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from arenas import small_context
 from children import wait_until
 from crash_points import SIGNAL_CHECKS, Interrupt, die, in_child, raise_interrupt, reap, run_traced
 from guard import others
@@ -830,32 +829,3 @@ def test_memory_of_a_context_that_finds_its_arena_again_is_used_again() -> None:
     del tensor
     assert segment.resident() > 8 * MIB
     assert kept[0] == 7
-
-
-def test_a_large_put_goes_on_beside_small_ones_that_fill_the_memory() -> None:
-    """Small messages fit into whatever comes free, so as much as a large one needs is never there at once."""
-    ctx = small_context(capacity=32 << 20)
-    there, large = ctx.Queue(), torch.zeros(1_900_000, dtype=torch.uint8)
-    segment = ctx.tensorpipe_attachment().arena.segment
-
-    def put_small() -> None:
-        small = [torch.zeros(size, dtype=torch.uint8) for size in (60, 400, 400, 4000, 20_000)]
-        for number in itertools.count():
-            there.put(small[number % 5])
-
-    def take() -> None:
-        while True:
-            there.get()
-            time.sleep(0.0003)  # its work: it takes less than they put
-
-    crowd = [in_child(put_small) for _ in range(3)]
-    try:
-        wait_until(lambda: segment.resident() > 31 << 20)
-        crowd.append(in_child(take))
-        for _ in range(3):
-            there.put(large, timeout=20)
-            assert segment.resident() < 35 << 20
-    finally:
-        for child in crowd:
-            os.kill(child, signal.SIGKILL)
-            reap(child)
