@@ -132,14 +132,14 @@ class Recovery:
 
     def finish(self, row: int) -> bool:
         """Finish a dead row, whose lock the caller has. Return whether nothing is left to do."""
-        spared, seen = set[int](), dict[int, Seen]()
+        spared, in_doubt, seen = set[int](), set[int](), dict[int, Seen]()
         for record in self.rows.records(row):
             try:
                 self._finish_record(row, record, seen)
             except InDoubt:
                 spared.update(block_of(self.words[record.ticket + i]) for i in range(record.size))
-        if not spared:  # whatever its children may still read
-            tasks.settle_dead(self.rows, row)
+                in_doubt.add(self.words[record.purpose_word] >> 8)
+        tasks.settle_dead(self.rows, row, in_doubt)  # whatever its children may still read
         done = self.arena.sweep(row, spared) and not spared
         if done:
             self.rows.finished(row)

@@ -29,7 +29,7 @@ and calls ``task_done`` itself. Then what a dead one took says nothing of what i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from tensorpipe_ipc.memory.row import DONE, GET, PUT, SETTLED, Operation
 from tensorpipe_ipc.memory.rows import Rows
@@ -58,14 +58,18 @@ def count_taken(words: memoryview, tally: int) -> None:
         words[tally] += 3
 
 
-def settle_dead(rows: Rows, row: int) -> None:
-    """Count what a dead row's process took, and did not finish, as settled. The caller has the row's lock."""
+def settle_dead(rows: Rows, row: int, in_doubt: Set[int]) -> None:
+    """Count what a dead row's process took, and did not finish, as settled. The caller has the row's lock.
+
+    Args:
+        in_doubt: the queues of which somebody else must look at an operation first.
+    """
     words, left = rows.words, dict[int, int]()
     records = list(rows.records(row))
     for record in records:
         if record.size == 1 and words[record.tally] > 1:
             queue, direction = words[record.purpose_word] >> 8, words[record.purpose_word] & 0xFF
-            if direction != PUT:
+            if direction != PUT and queue not in in_doubt:
                 left[queue] = left.get(queue, 0) + (words[record.tally] >> 1) * (1 if direction == GET else -1)
     for queue, count in left.items():
         if count > 0:

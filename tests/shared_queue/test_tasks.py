@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from children import in_thread
 from crash_points import LIMIT, dies_at, in_child, interrupted_at, reap
 from inside import keep_spare, open_queue_of
 from wholeness import drain, points, stride
@@ -98,6 +101,33 @@ def test_what_a_dead_consumer_had_taken_counts_as_done_and_nothing_else(
             queue.tasks.done()
         assert queue.tasks.unfinished() == 0
     assert seen == {1, 2}
+
+
+def test_join_does_not_wait_for_who_alone_can_judge_what_a_dead_worker_did_to_another_queue(
+    attachment: Attachment, payload: Any, queue: Any
+) -> None:
+    """The worker was killed in a put. Nobody here has that queue, and who has it sleeps in get."""
+    other, (told, telling) = SharedMemoryQueue.create(attachment, 4), os.pipe()
+
+    class Endless:
+        nbytes = 8
+
+        def write_into(self, place: memoryview) -> None:
+            os.write(telling, b"in put")
+            time.sleep(LIMIT)
+
+    sleeper = in_child(lambda: other.get(None))
+    worker = in_child(lambda: (queue.get(None), other.put(Endless())))
+    other.close()
+    queue.put(payload(b"a task"))
+    assert os.read(told, 6) == b"in put"
+    os.kill(worker, signal.SIGKILL)
+    reap(worker)
+    in_thread(lambda: queue.tasks.wait(attachment.recover_dead))()
+    os.kill(sleeper, signal.SIGKILL)
+    reap(sleeper)
+    os.close(told)
+    os.close(telling)
 
 
 def drain_done(queue: Any) -> None:
