@@ -20,8 +20,9 @@ import os
 import select
 import stat
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["OwnedFd", "opened_file", "owned", "pipe", "reopened"]
+__all__ = ["OwnedFd", "handed", "opened_file", "owned", "pipe", "reopened"]
 
 OwnedFd = select.epoll
 """``fileno()`` is the descriptor, and ``close()`` closes it, once; so does the end of a ``with`` block."""
@@ -41,6 +42,19 @@ def owned(opens: Callable[..., int], *arguments: object) -> OwnedFd:
     found = next(map(OwnedFd.fromfd, opened), None)
     if found is None:
         raise OSError(errno.EBADF, f"{opens} returned no descriptor")
+    return found
+
+
+def handed(duplicate: Any) -> OwnedFd:
+    """Own what multiprocessing hands to a process that it starts.
+
+    For that it was made inheritable. Programs that this process runs are not to have it: a queue lives as long as somebody has.
+
+    Args:
+        duplicate: ``multiprocessing.reduction.DupFd`` of a descriptor, as it arrived.
+    """
+    found = owned(duplicate.detach)
+    os.set_inheritable(found.fileno(), False)
     return found
 
 

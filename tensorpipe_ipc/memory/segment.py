@@ -9,13 +9,14 @@ pull the memory from under another one: reading a page past the end of a file is
 
 ::
 
-    byte 0        8          16       24           32             40       48       56  64                    size
-    ├─ magic ─────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ apart ┼─ 0 ┼─ rows.py, … arena.py ─┤
+    byte 0        8          16       24           32             40       48       56      64                    size
+    ├─ magic ─────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ apart ┼─ looks ┼─ rows.py, … arena.py ─┤
 
 ``capacity`` is what the arena's maker allows it to cost, all processes together.
 ``page-locked`` is 1 once any process has locked any page for a GPU: then none is ever punched out again.
 ``grown`` is 1 when the arena got more memory since somebody last looked for some that lies idle.
 ``apart`` is 1 once any process has attached that quick barriers do not reach (memory/barrier.py).
+``looks`` counts the looks of waiting puts that left nothing of the dead: one is enough for all who wait.
 
 All words are native 64-bit unsigned integers: a segment never leaves its kernel.
 
@@ -41,7 +42,7 @@ import numpy as np
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.headroom import addresses_left
 from tensorpipe_ipc.libc import MAP_NORESERVE, map_over, punch_hole
-from tensorpipe_ipc.owned_fd import OwnedFd, owned
+from tensorpipe_ipc.owned_fd import OwnedFd, handed, owned
 
 __all__ = [
     "APART",
@@ -49,6 +50,7 @@ __all__ = [
     "DEFAULT_SIZE",
     "GROWN",
     "HEAD",
+    "LOOKS",
     "MINIMUM_SIZE",
     "NAME",
     "PAGE",
@@ -64,7 +66,7 @@ DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 12
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
 
 NAME = "tensorpipe_ipc"  # of the memfd, as /proc shows it
-CAPACITY, PAGE_LOCKED, GROWN, APART = range(3, 7)  # indexes of the words
+CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS = range(3, 8)  # indexes of the words
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 2
@@ -234,7 +236,7 @@ def identity_of(descriptor: int) -> tuple[int, int]:
 
 def _rebuild(duplicate: Any, size: int) -> Segment:
     """Return the segment as this process has it already, if it does: pickled twice, it is mapped once."""
-    received = owned(duplicate.detach)
+    received = handed(duplicate)
     return _mapped.get(identity_of(received.fileno())) or Segment(received, size)
 
 

@@ -85,7 +85,7 @@ class Attachment:
                         died = died or not was_finished
                         if row in owners:
                             self.arena.inherit(row)
-                    elif dead:
+                    elif dead or self.rows.is_being_recovered(row):  # by whom may leave something, too
                         is_done = False
         if died:  # its queues may be nobody's now
             self.orphans.destroy_all()

@@ -39,7 +39,7 @@ from tensorpipe_ipc.memory.arena import (
 )
 from tensorpipe_ipc.memory.leases import Handover, keeping
 from tensorpipe_ipc.memory.row import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
-from tensorpipe_ipc.memory.segment import PAGE_LOCKED
+from tensorpipe_ipc.memory.segment import LOOKS, PAGE_LOCKED
 from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
@@ -398,16 +398,15 @@ class PutEnd:
     def _wait_for_credits(self, credits: TokenPipe, buffers: Buffers, deadline: float | None) -> int:
         self._refuse_if_shut()  # at once, and not after the first slice
         began = monotonic()
-        words, word = self.words, self.record.looks
-        looks = words[word]
+        words, looks = self.words, self.words[LOOKS]
 
         def idle() -> None:
             nonlocal looks
             self._refuse_if_shut()
-            # Unless another wait of this queue has looked since, and left nothing: a look costs more with each process.
-            if words[word] == looks and self.attachment.recover_dead():
-                words[word] = words[word] + 1 & (1 << 32) - 1
-            looks = words[word]
+            # Unless another wait has looked since, and left nothing: a look costs more with each process.
+            if words[LOOKS] == looks and self.attachment.recover_dead():
+                words[LOOKS] = words[LOOKS] + 1 & (1 << 32) - 1
+            looks = words[LOOKS]
             self.attachment.mind_idle()
             self._queue.take_up()
 

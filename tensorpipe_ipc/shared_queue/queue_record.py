@@ -3,9 +3,9 @@
 ::
 
     the record, a KEPT block of the arena
-    word 8        9           10          11       12          13        14       15         16      17
-    ├─ maxsize ───┼─ watch ───┼─ spilled ─┼─ shut ─┼─ dropped ┼─ tasks ─┼─ pair ─┼─ claimed ─┼─ looks ┼─ laps[maxsize]
-    one writer:     anybody                            anybody            creator  its lock    anybody  its taker
+    word 8        9           10          11       12          13        14       15         16
+    ├─ maxsize ───┼─ watch ───┼─ spilled ─┼─ shut ─┼─ dropped ┼─ tasks ─┼─ pair ─┼─ claimed ─┼─ laps[maxsize]
+    one writer:     anybody                            anybody            creator  its lock    its taker
 
     the queue's number    55 ──────── 32 31 ───────── 0
                           │ generation  │ block >> 9  │
@@ -21,7 +21,6 @@ dropped   no more gets either: waiting messages are dropped
 tasks     the queue can be joined; OF_OTHERS: and some process finishes what others took (tasks.py)
 pair      the queue lies between two endpoints (for onlookers)
 claimed   a connector has taken this queue, which a binder had ready; it holds the lock of the record's second byte
-looks     a count: puts that waited for a place here have looked for the dead so often, each for all that wait
 laps      of each slot, the last lap in which its credit was taken
 ========  ====================================================================================================
 
@@ -65,7 +64,7 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, KEPT, SMALLEST, Arena
 from tensorpipe_ipc.memory.ofd_locks import read_lock
 from tensorpipe_ipc.memory.rows import Rows
-from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
+from tensorpipe_ipc.owned_fd import OwnedFd, handed, reopened
 
 __all__ = [
     "FACTS",
@@ -84,7 +83,7 @@ SLOT_BITS = 24  # of a credit, which is (slot, lap)
 SLOTS = (1 << SLOT_BITS) - 1
 TOLD = 2  # of the word ``shut``
 OF_OTHERS = 2  # of the word ``tasks``
-_MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _PAIR, _CLAIMED, _LOOKS, _LAPS = range(8, 18)
+_MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _PAIR, _CLAIMED, _LAPS = range(8, 17)
 FACTS = 8 * _LAPS
 
 
@@ -150,7 +149,7 @@ class RowPresenceLock(PresenceLock):
 
 
 def _rebuild(duplicate: Any) -> PresenceLock:
-    return PresenceLock(owned(duplicate.detach))
+    return PresenceLock(handed(duplicate))
 
 
 class QueueRecord:
@@ -161,7 +160,7 @@ class QueueRecord:
         maxsize: how many messages may be in the queue; 0: any number.
         has_tasks: whether the queue can be joined.
         turn: the byte whose lock is the turn of those who take from the spill log.
-        watch, spilled, shut, dropped, tasks, pair, claimed, looks, laps: indexes of these words.
+        watch, spilled, shut, dropped, tasks, pair, claimed, laps: indexes of these words.
     """
 
     def __init__(self, arena: Arena, number: int) -> None:
@@ -173,7 +172,7 @@ class QueueRecord:
         self.has_tasks = bool(self.words[self.tasks])
         self.watch, self.spilled, self.shut = word + _WATCH, word + _SPILLED, word + _SHUT
         self.dropped, self.pair, self.laps = word + _DROPPED, word + _PAIR, word + _LAPS
-        self.claimed, self.looks, self.turn = word + _CLAIMED, word + _LOOKS, self.block + 2
+        self.claimed, self.turn = word + _CLAIMED, self.block + 2
 
     @classmethod
     def create(

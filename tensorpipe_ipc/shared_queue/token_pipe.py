@@ -75,7 +75,7 @@ from tensorpipe_ipc import owned_fd
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.handlers import passed_a_handler, reraise_from_handler
 from tensorpipe_ipc.libc import libc, punch_hole
-from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
+from tensorpipe_ipc.owned_fd import OwnedFd, handed, owned, reopened
 from tensorpipe_ipc.process import ProcessKey, process_key
 
 __all__ = [
@@ -503,7 +503,7 @@ class TokenPipe:
 
 
 def _rebuild(*duplicates: Any) -> TokenPipe:
-    fd, *others = (None if each is None else owned(each.detach) for each in duplicates)
+    fd, *others = (None if each is None else handed(each) for each in duplicates)
     assert fd is not None
     return TokenPipe(fd, *others)
 

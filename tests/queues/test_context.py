@@ -218,6 +218,19 @@ def test_an_echoing_child_of_each_method(method: str) -> None:
     process.close()
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
+def test_a_program_that_a_worker_runs_has_nothing_of_its_queues(method: str) -> None:
+    """One that goes on in the background would keep them, and all that waits in them, after everybody else has ended."""
+    ctx = tp.get_context(method)
+    bounded, back = ctx.Queue(3), ctx.JoinableQueue()
+    process = ctx.Process(target=echoing_process.tell_what_a_program_has, args=(bounded, back))
+    process.start()
+    has = back.get(timeout=LIMIT)
+    process.join(LIMIT)
+    process.close()
+    assert [each for each in has if "tensorpipe_ipc" in each] == []
+
+
 def test_what_reaches_for_a_queues_reader() -> None:
     """``connection.wait`` waits for several queues by their ``_reader``, and finds them again in what it returns."""
     queues = [tp.Queue(), tp.get_context("fork").Queue(3), tp.JoinableQueue()]

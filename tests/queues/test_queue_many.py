@@ -26,7 +26,7 @@ from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 from inside import open_queue_of, set_lease_budget, shared_queue_of
 
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
-from tensorpipe_ipc.memory.segment import CAPACITY, PAGE
+from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS, PAGE
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.put_end import PutEnd
@@ -914,32 +914,35 @@ def test_a_put_that_does_not_wait_finds_the_place_of_who_was_killed_in_get(put: 
     assert there.get(timeout=LIMIT) == 2
 
 
-def test_of_many_puts_that_wait_one_looks_for_the_dead() -> None:
-    """Of many puts that wait only one looks for the dead, as a look costs more with each process.
+@pytest.mark.parametrize("queues", [1, 8])
+def test_of_many_puts_that_wait_one_looks_for_the_dead(queues: int) -> None:
+    """Of many puts that wait, for one queue or each for its own, only one looks for the dead: a look costs more with each process.
 
     The place of a killed consumer is found all the same.
     """
-    there = Queue(maxsize=1)
-    there.put(0)
+    full = [Queue(maxsize=1) for _ in range(queues)]
+    for there in full:
+        there.put(0)
     told, tell = os.pipe()
 
     def take_and_stop() -> None:
-        assert shared_queue_of(there).credits is not None
-        shared_queue_of(there).credits.give = lambda _: (os.write(tell, b"x"), signal.pause())  # type: ignore[assignment, method-assign]
-        there.get()
+        assert shared_queue_of(full[0]).credits is not None
+        shared_queue_of(full[0]).credits.give = lambda _: (os.write(tell, b"x"), signal.pause())  # type: ignore[assignment, method-assign]
+        full[0].get()
 
     consumer = in_child(take_and_stop)
     os.read(told, 1)
-    producers = [in_child(functools.partial(there.put, number)) for number in range(1, 9)]
-    rows, words, word = shared_queue_of(there).rows, shared_queue_of(there).words, shared_queue_of(there).record.looks
+    producers = [in_child(functools.partial(full[number % queues].put, number)) for number in range(1, 9)]
+    rows, words = shared_queue_of(full[0]).rows, shared_queue_of(full[0]).words
     while len(rows.used()) < 2 + len(producers):
         time.sleep(0.01)
-    before = words[word]
+    before = words[LOOKS]
     time.sleep(0.4)
-    looks = words[word] - before
+    looks = words[LOOKS] - before
     os.kill(consumer, signal.SIGKILL)
     reap(consumer)
-    assert sorted(there.get(timeout=LIMIT) for _ in producers) == list(range(1, 9))
+    assert [there.get(timeout=LIMIT) for there in full[1:]] == [0] * (queues - 1)
+    assert sorted(full[number % queues].get(timeout=LIMIT) for number in range(1, 9)) == list(range(1, 9))
     assert [reap(each) for each in producers] == [0] * len(producers)
     assert 0 < looks <= 24, "each of the eight looks eight times"
     os.close(told)
