@@ -107,13 +107,15 @@ class _CheckedGets(GetEnd):
         """See GetEnd. The other end may write here at any moment: each word is read once, and what was read is looked at.
 
         Raises:
-            ProtocolError: lengths that go beyond the block.
+            ProtocolError: lengths that go beyond the block, or a payload where none of ours begins.
         """
         room, places = self._room_of(word), super().places(word)
         metadata_at, length, payload_at, nbytes = places
         end = max(metadata_at + length, payload_at + nbytes)
         if end > room or nbytes > self.arena.capacity or min(metadata_at, payload_at) < HEADER:
             raise ProtocolError(f"{length} bytes of metadata and {nbytes} of payload in a block of {room}")
+        if payload_at % HEADER:
+            raise ProtocolError(f"a payload at {payload_at}, which is no multiple of {HEADER}")
         return places
 
 

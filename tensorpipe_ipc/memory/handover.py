@@ -313,7 +313,7 @@ def values_and_frames(said: memoryview, sizes: list[int], payload: Any) -> tuple
     if len(inline) != (sizes[0] if places[0] == INLINE else 0) or INLINE in places[1:]:
         raise ProtocolError(f"{len(inline)} bytes behind the places of frames of {sizes}")
     for place, size in zip(places, sizes, strict=True):
-        if place != INLINE and place + size > len(payload):
+        if place != INLINE and (place + size > len(payload) or place % WIDEST):
             raise ProtocolError(f"a frame of {size} bytes at {place} in a payload of {len(payload)}")
     frames = [
         memoryview(bytearray(inline)) if place == INLINE else Frame(payload, place, size)

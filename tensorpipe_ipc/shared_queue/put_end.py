@@ -91,7 +91,8 @@ class PutEnd:
         self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
         self.words, self.memory, self._octets = queue.words, queue.memory, queue.octets
         self.tickets, self.credits, self.record = queue.tickets, queue.credits, queue.record
-        self._watch, self._shut, self._laps = self.record.watch, self.record.shut, self.record.laps
+        self._watch, self._shut = self.record.watch, self.record.shut
+        self._laps, self._slots = self.record.laps, self.record.slots
         self._has_tasks = self.record.has_tasks
         self._tag, self._tickets_fd = queue.number & 0xFFFFFFFF, queue.tickets.fd
         self.rows.after_fork(self._forget)
@@ -390,7 +391,7 @@ class PutEnd:
                 count = len(taken)
             for i in range(first, first + count):
                 credit = words[i]
-                words[self._laps + (credit & SLOTS)] = credit >> SLOT_BITS
+                words[self._laps + (credit & SLOTS) % self._slots] = credit >> SLOT_BITS
             if count:
                 operation.is_credited = True
                 return count

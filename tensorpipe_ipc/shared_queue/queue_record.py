@@ -158,6 +158,7 @@ class QueueRecord:
     Attributes:
         block: the record's offset in the segment.
         maxsize: how many messages may be in the queue; 0: any number.
+        slots: how many words of laps it has: that maxsize, as it was at first. What a hostile end says of others stays in these.
         has_tasks: whether the queue can be joined.
         turn: the byte whose lock is the turn of those who take from the spill log.
         watch, spilled, shut, dropped, tasks, pair, claimed, laps: indexes of these words.
@@ -168,6 +169,7 @@ class QueueRecord:
         self.block = (number & 0xFFFFFFFF) << SMALLEST
         word = self.block >> 3
         self.maxsize = self.words[word + _MAXSIZE]
+        self.slots = self.maxsize or 1
         self.tasks = word + _TASKS
         self.has_tasks = bool(self.words[self.tasks])
         self.watch, self.spilled, self.shut = word + _WATCH, word + _SPILLED, word + _SHUT

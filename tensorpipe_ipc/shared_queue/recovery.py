@@ -213,7 +213,7 @@ class Recovery:
                 self.give_credit(seen, record.given)
             elif has_credit or credit not in seen.tokens_of(credits):
                 # P2, which may not have been done
-                words[queue.record.laps + (credit & SLOTS)] = credit >> SLOT_BITS
+                words[queue.record.laps + (credit & SLOTS) % queue.record.slots] = credit >> SLOT_BITS
                 words[record.given] = credit + NEXT_LAP
                 self._give(queue, record.given)  # nobody can have given it before
             words[record.credit] = 0
@@ -298,7 +298,7 @@ class Recovery:
         if not (
             credit in seen.tokens_of(credits)
             or credit in self._taken(seen, PUT)
-            or self.words[queue.record.laps + (credit & SLOTS)] >= credit >> SLOT_BITS
+            or self.words[queue.record.laps + (credit & SLOTS) % queue.record.slots] >= credit >> SLOT_BITS
         ):
             self._give(queue, word)
 

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import children
 import fuzz_wire
 import hostile
 import pytest
+import torch
 import zoo
 from children import PATIENCE, Child, in_thread
 from inside import side_of
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.endpoints import producer as producer_module
+from tensorpipe_ipc.memory.arena import PAYLOAD_AT
+from tensorpipe_ipc.memory.handover import placed
 from tensorpipe_ipc.memory.segment import GROWN
+from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 GOOD = 400
@@ -73,6 +81,66 @@ def test_who_takes_from_a_queue_or_fills_it_stops_nobody(does: str) -> None:
             assert "pipe of credits" in consumer.statistics().last_rejection
         with pytest.warns(RuntimeWarning), contextlib.suppress(tp.PeerLost):
             producer.close()
+
+
+def test_a_credit_of_no_place_of_its_queue_changes_nothing_of_others() -> None:
+    """A token that an end writes into the pipe of its own queue names a word there, however far it says that it is."""
+    with (
+        tp.Consumer("credited") as consumer,
+        tp.Producer("credited", linger=0) as good,
+        tp.Producer("credited", linger=0) as bad,
+    ):
+        content = torch.arange(100_000)
+        putting = in_thread(lambda: good.put(content, PATIENCE))
+        lease = consumer.get(PATIENCE)
+        putting()
+        putting = in_thread(lambda: bad.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        queue = side_of(bad).any_queue()
+        assert queue is not None
+        assert queue.credits is not None
+        word = (lease.data_ptr() - torch.frombuffer(queue.words, dtype=torch.int64, count=1).data_ptr()) // 8
+        for index in range(word, word + 8):
+            os.read(queue.credits.fd, 8)
+            os.write(queue.credits.fd, (1 << SLOT_BITS | index - queue.record.laps & SLOTS).to_bytes(8, "little"))
+        del queue
+        for number in range(80):
+            bad.put(number, PATIENCE)
+            assert consumer.get(PATIENCE) == number
+        assert torch.equal(lease, content)
+
+
+@pytest.mark.parametrize("way", ["in the block", "in the payload"])
+def test_a_place_where_no_payload_begins_is_rejected(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernels crash on complex128 halfway between two multiples of its size: no end is to be ended by its peer."""
+    with tp.Consumer("odd") as consumer, tp.Producer("odd", linger=0) as producer:
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        if way == "in the payload":
+            monkeypatch.setattr(producer_module, "placed", _placed_oddly)
+        specs = {"x": tp.TensorSpec((10_000,), torch.complex128), "room": tp.TensorSpec((100_000,), torch.uint8)}
+        with producer.loan(specs, timeout=PATIENCE) as made:
+            made["x"].fill_(1)
+            del made["room"]
+        if way == "in the block":
+            queue = side_of(producer).any_queue()
+            assert queue is not None
+            (ticket,) = queue.tickets.snapshot() or ()
+            queue.words[(ticket >> 32 << 6) + PAYLOAD_AT] += 8
+            del queue
+        with pytest.raises((tp.Empty, tp.PeerLost)):
+            consumer.get(0.1)
+        assert consumer.statistics().rejected == 1
+        assert re.search("no multiple of 64|a frame of 160000 bytes at 8 in", consumer.statistics().last_rejection)
+
+
+def _placed_oddly(message: Any, handover: Any) -> bytes | None:
+    said = placed(message, handover)
+    assert said is not None
+    start = 4 + struct.unpack_from("<I", said)[0]
+    return said[:start] + struct.pack("<Q", struct.unpack_from("<Q", said, start)[0] + 8) + said[start + 8 :]
 
 
 @pytest.mark.kills
