@@ -20,5 +20,7 @@ def echo(there: Any, back: Any) -> None:
 
 def tell_what_a_program_has(_: Any, back: Any) -> None:
     """Send what the descriptors of a program lead to that this process runs."""
-    listing = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, check=True, text=True, stdout=subprocess.PIPE)
+    listing = subprocess.run(
+        ["ls", "-l", "/proc/self/fd"], close_fds=False, check=True, text=True, stdout=subprocess.PIPE
+    )
     back.put([line.rpartition(" -> ")[2] for line in listing.stdout.splitlines()])

@@ -16,8 +16,8 @@ it is a put or a get, and is stored before the words are first used. Operations 
 lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
 it did, for queues that can be joined (shared_queue/tasks.py). A record whose tally is not zero is left to its queue.
 *Answers* say to whom of those who offer device blocks what: see on_device.py. *Untracked* is 1 once a child was forked
-for which no descriptor was left: rows.py. *Recovering* is 1 while another process is at work in a dead one's row. *Hazards* are memory/extents.py's: one for each operation, and two more.
-*Reserved* is memory that the process is about to have (memory/arena.py).
+for which no descriptor was left: rows.py. *Recovering* is 1 while another process is at work in a dead one's row. *Hazards* are
+memory/extents.py's: one for each operation, and two more. *Reserved* is memory that the process is about to have (arena.py).
 """
 
 from __future__ import annotations

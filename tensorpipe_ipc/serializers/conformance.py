@@ -58,8 +58,9 @@ def check_serializer(serializer: Serializer) -> None:
     """Send every kind of tensor through a serializer and back.
 
     Each must come back with its dtype, shape and items, must not be changed by it, and must be refused, if at all, with
-    an UnsupportedLeaf. A serializer with an attribute ``lossy = True`` need not give equal items. What comes back may
-    lie on the payload only if ``zero_copy`` says so, and never on one that is read-only.
+    an UnsupportedLeaf. A serializer with an attribute ``lossy = True`` need not give equal items, but of uint8: memory that
+    several tensors share, ``bytes`` and pickles are sent through it as that. What comes back may lie on the payload only if
+    ``zero_copy`` says so, and never on one that is read-only.
 
     Raises:
         TypeError: a check failed: which, and on what.
@@ -89,7 +90,13 @@ def _comes_back(serializer: Serializer, label: str, tensor: torch.Tensor) -> boo
             raise TypeError(f"serializer {serializer.name!r} cannot read what it wrote ({label}): {error}") from error
         if not again.is_cpu:
             raise TypeError(f"serializer {serializer.name!r} decoded {label} to {again.device}; it must be the CPU")
-        if _bits(before) != _bits(again) and not getattr(serializer, "lossy", False):
+        is_exact = _bits(before) == _bits(again)
+        if not is_exact and tensor.dtype is torch.uint8:
+            raise TypeError(
+                f"serializer {serializer.name!r} gave {label} back with other items; it must be exact, also with lossy = True: "
+                "memory that tensors share, bytes and pickles are sent as uint8"
+            )
+        if not is_exact and not getattr(serializer, "lossy", False):
             raise TypeError(
                 f"serializer {serializer.name!r} gave {label} back with other items; say lossy = True if so"
             )

@@ -158,7 +158,7 @@ class QueueRecord:
     Attributes:
         block: the record's offset in the segment.
         maxsize: how many messages may be in the queue; 0: any number.
-        slots: how many words of laps it has: that maxsize, as it was at first. What a hostile end says of others stays in these.
+        slots: how many words of laps it has: maxsize, as it was at first. What a hostile end says of others stays in these.
         has_tasks: whether the queue can be joined.
         turn: the byte whose lock is the turn of those who take from the spill log.
         watch, spilled, shut, dropped, tasks, pair, claimed, laps: indexes of these words.

@@ -43,6 +43,7 @@ __all__ = [
 MAX_DEPTH = 64  # containers within containers: deep enough for people, and far from Python's recursion limit
 MAX_NODES = 1 << 17  # a tree of more single nodes wants to be a tensor; it also bounds what a hostile spec can ask for
 MAX_TEXT = 0xFFFF  # bytes of a key or name
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes that Python code makes
 # Of an ordered dict. No other crosses: NumPy reads memory where an attribute (``__array_interface__``) says, ctypes likewise.
 METADATA = "_metadata"
 
@@ -113,7 +114,8 @@ def register_type(
         ``cls``.
 
     Raises:
-        TypeError: ``cls`` is neither a NamedTuple nor a dataclass, and ``to`` or ``from_`` is missing.
+        TypeError: ``cls`` is neither a NamedTuple nor a dataclass, or one that derives from dict, say, as transformers' outputs
+            do; and ``to`` or ``from_`` is missing.
         ValueError: another class is registered under that name, or it is too long or no UTF-8.
     """
     fields: tuple[str, ...]
@@ -124,6 +126,10 @@ def register_type(
     elif isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
         op, fields = Op.NAMEDTUPLE, tuple(cls._fields)
     elif isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        if (builtin := _builtin_base(cls)) is not object:
+            raise TypeError(
+                f"{cls!r} derives from {builtin.__name__}, whose own code would have to make it; give to= and from_="
+            )
         op, fields = Op.DATACLASS, tuple(field.name for field in dataclasses.fields(cls))
     else:
         raise TypeError(f"{cls!r} is neither a NamedTuple nor a dataclass; give to= and from_=, or send its parts")
@@ -134,4 +140,11 @@ def register_type(
     if (known.cls.__module__, known.cls.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(f"{known.cls!r} is registered as {entry.name!r} already; give {cls!r} another name=")
     BY_NAME[entry.name] = BY_TYPE[cls] = entry  # a class defined anew (a notebook cell run again) replaces its elder
+    return cls
+
+
+def _builtin_base(cls: type) -> type:
+    """Return the nearest base that is no class of Python code: only its ``__new__`` makes instances."""
+    while cls.__flags__ & _HEAP_TYPE and cls.__base__ is not None:
+        cls = cls.__base__
     return cls

@@ -372,7 +372,7 @@ def test_a_quantized_tensor_of_half_bytes_arrives() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_forked_child_puts_a_slice_of_a_large_quantized_tensor() -> None:
-    """What torch shares out among threads is never done there: they are the parent's."""
+    """Nothing that torch shares out among threads is done there: they are the parent's."""
     rows = torch.quantize_per_tensor(torch.rand(1000, 1000), 0.01, 0, torch.quint8)  # by several threads
     there = tp.Queue()
     child = in_child(lambda: there.put(rows[:500]))

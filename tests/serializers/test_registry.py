@@ -255,6 +255,22 @@ def test_a_lossy_one_may_say_so() -> None:
         Half.lossy = True
 
 
+class Coarse(Zlib):
+    """Keeps the upper half of each pixel."""
+
+    name = "coarse"
+    lossy = True
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        return super().encode(tensor & 0xF0 if tensor.dtype is torch.uint8 else tensor)
+
+
+def test_a_lossy_one_must_be_exact_with_uint8() -> None:
+    """As which memory that tensors share, bytes and pickles go through it."""
+    with pytest.raises(TypeError, match="uint8.* must be exact, also with lossy"):
+        register_serializer(Coarse())
+
+
 @pytest.mark.parametrize("name", ["", "a b", "é", "x" * 65, "a/b", "a\n", None, 3])
 def test_bad_names_are_refused(name: Any) -> None:
     """A name that is none is a ValueError that says what a name is."""

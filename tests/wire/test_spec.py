@@ -123,6 +123,14 @@ def test_refuses_other_classes(registry: None, cls: Any) -> None:
         register_type(cls)
 
 
+@pytest.mark.parametrize("base", [dict, OrderedDict, list, str, Exception])
+def test_refuses_a_dataclass_that_only_a_builtin_can_make(registry: None, base: type) -> None:
+    """As a transformers model's output is. It could be put, and each message was dropped where it came."""
+    output = dataclasses.make_dataclass("Output", ["logits"], bases=(type("Base", (base,), {}),))
+    with pytest.raises(TypeError, match=rf"derives from {base.__name__}, .* give to= and from_="):
+        register_type(output)
+
+
 def test_a_name_belongs_to_one_class(registry: None) -> None:
     """A second class of a name is refused with advice; the same class defined anew replaces its elder."""
     register_type(Pair)
