@@ -916,7 +916,7 @@ def test_a_put_that_does_not_wait_finds_the_place_of_who_was_killed_in_get(put: 
 
 @pytest.mark.parametrize("queues", [1, 8])
 def test_of_many_puts_that_wait_one_looks_for_the_dead(queues: int) -> None:
-    """Of many puts that wait, for one queue or each for its own, one looks for the dead, as a look costs more with each process.
+    """Of many puts that wait, for one queue or for eight, one looks for the dead, as a look costs more with each process.
 
     The place of a killed consumer is found all the same.
     """
