@@ -189,7 +189,7 @@ class Program:
                 elif message[2].numel() >= LARGE:
                     held.append(message)
                 del message
-                if len(held) > HELD:
+                if len(held) > (4 * HELD if spec.capacity else HELD):
                     check_again(held.popleft(), words, spec.largest)
             mine[STATE] = LEAVING
             if mine[FATE] == RAISE:

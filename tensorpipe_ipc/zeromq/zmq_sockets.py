@@ -50,6 +50,7 @@ HEARTBEATS = {
 _LARGEST = 1 << 40
 # Messages of one frame that ZeroMQ may hold for a peer: more than one that reads ever leaves there.
 _UNREAD = 64
+_STEP = 0.01  # seconds of a wait for what has to leave, without a look at the connection
 _MOST_UNREAD = 1024  # peers, until those are forgotten that have read
 
 
@@ -459,10 +460,16 @@ class FrameSocket:
 
     def _let_leave(self, seconds: float) -> None:
         """Wait until ZeroMQ has let go of all that was said by messages of one frame, and so of what was sent before them."""
+        unread, self._unread = self._unread, {}  # once, whatever comes: a second close meets sockets that are closed
         deadline = time.monotonic() + seconds
-        for unread in list(self._unread.values()):
-            with suppress(zmq.NotDone):
-                unread.last.wait(max(0.0, deadline - time.monotonic()))
+        for peer, said in unread.items():
+            while self.binds or self.reaches(peer):  # what nobody can get a ROUTER drops, and a DEALER keeps
+                left = deadline - time.monotonic()
+                with suppress(zmq.NotDone):
+                    said.last.wait(max(0.0, min(left, _STEP)))
+                    break
+                if left <= 0:
+                    return
 
     def _give_address_back(self, linger: float) -> None:
         """Have the next binder get the address; what was sent goes on leaving."""
