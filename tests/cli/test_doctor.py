@@ -21,6 +21,7 @@ import pytest
 from children import PATIENCE, Child, in_thread
 from programs import ran_in_fork
 from raw_ends import RawEnd, hello, wait_in_vain
+from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import cli
@@ -148,6 +149,20 @@ def test_who_waits_to_be_let_in() -> None:
         assert refused.state is State.NO
         assert "does not accept" in refused.text
     assert _of("busy")[0].state is State.NO
+
+
+def test_a_binder_of_all_addresses_has_the_one_that_its_peer_names(tmp_path: Path) -> None:
+    """Over tcp the two ends name the endpoint in different words; the peer's do as well."""
+    keys = make_keys(tmp_path / "keys")
+    with tp.Consumer("tcp://*:0", security=binders(keys)) as consumer:
+        named = f"tcp://127.0.0.1:{consumer.endpoint.rpartition(':')[2]}"
+        with tp.Producer(named, security=connectors(keys)) as producer:
+            putting = in_thread(lambda: producer.put(1, PATIENCE))
+            consumer.get(PATIENCE)
+            putting()
+            for each in (named, consumer.endpoint):
+                assert [finding.what for finding in _of(each)] == ["bound by", "  producer"]
+                assert _of(each)[1].text.endswith(": shared memory")
 
 
 def test_who_left_is_not_told_of_any_more() -> None:

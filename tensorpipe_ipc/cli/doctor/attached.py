@@ -17,6 +17,8 @@ from tensorpipe_ipc.zeromq.addresses import Address, check_socket_file, parse
 
 __all__ = ["findings"]
 
+_ALL_HOSTS = {"tcp://*", "tcp://0.0.0.0", "tcp://[::]"}
+
 
 def findings(endpoint: str) -> Iterator[Finding]:
     """Yield findings from the published status of the endpoint's ends, and from the kernel's view of its socket.
@@ -28,7 +30,7 @@ def findings(endpoint: str) -> Iterator[Finding]:
     address = parse(endpoint, has_keys=not endpoint.startswith("inproc:"))
     if address.scheme == "inproc":
         raise ValueError(f"{endpoint}: inproc is within one process, and cannot be looked at from another")
-    ends = [status for status in published_statuses() if status.endpoint == address.text]
+    ends = [status for status in published_statuses() if _may_be_one(status.endpoint, address.text)]
     binders, own = [status for status in ends if status.binds], {status.identity for status in ends}
     if not binders:
         yield _unbound(address)
@@ -39,6 +41,14 @@ def findings(endpoint: str) -> Iterator[Finding]:
         yield from (_attached(peer, own) for peer in binder.peers)
     known = {peer.identity for binder in binders for peer in binder.peers}
     yield from (_waiting(end) for end in ends if not end.binds and end.identity not in known)
+
+
+def _may_be_one(text: str, other: str) -> bool:
+    """Return whether two addresses may be the same: a binder of all of a host's has each of them."""
+    (host, _, port), (other_host, _, other_port) = text.rpartition(":"), other.rpartition(":")
+    return text == other or (
+        port == other_port and bool({host, other_host} & _ALL_HOSTS) and host[:4] == other_host[:4]
+    )
 
 
 def _unbound(address: Address) -> Finding:
