@@ -8,8 +8,8 @@ holds the public key, and is handed out; ``NAME.key_secret`` (0600) holds both, 
         secret-key = "JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6"
 
 Both are 32 bytes in Z85, 40 characters. The files are read when an end is opened, and what was read goes to ZeroMQ. An end that
-connects keeps it in its own memory, too, for the connections to come. A file that others may have read (a secret) or written (a public key that is trusted) is refused. A file that is
-named by itself belongs in a folder where others can put none in its place.
+connects keeps it in its own memory, too, for the connections to come. A file that others may have read (a secret) or written (a
+public key that is trusted) is refused. One that is named by itself belongs in a folder where others can put none in its place.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from tensorpipe_ipc.memory.leases import LEAST, Leases, Octets
 from tensorpipe_ipc.wire.direct import mark
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 from tensorpipe_ipc.wire.room import lacks_room
+from tensorpipe_ipc.wire.threads import always_alone_in_a_child
 
 __all__ = ["TensorSpec", "build", "is_size", "make_tensors", "shape_of", "specs_of"]
 
@@ -148,6 +149,7 @@ def _tensor(spec: TensorSpec, array: Octets | None, place: int) -> torch.Tensor:
         return tensor
 
 
+@always_alone_in_a_child  # torch fills new memory where a program wants all of its operations to be deterministic
 def _own_memory(spec: TensorSpec) -> torch.Tensor:
     left = lacks_room(spec.nbytes)  # before it is filled
     if left is not None:

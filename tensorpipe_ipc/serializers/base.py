@@ -16,7 +16,7 @@ import torch
 from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.errors import Closed, OutOfMemory, ProtocolError, SharedMemoryError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import raise_signals, reraise_from_handler
-from tensorpipe_ipc.wire.dtypes import BY_TORCH
+from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 from tensorpipe_ipc.wire.room import lacks_room
 from tensorpipe_ipc.wire.threads import alone_in_a_child
@@ -163,10 +163,20 @@ def copied(tensor: torch.Tensor, copy: Callable[[], _Copy]) -> _Copy:
     check_memory(tensor)
     before = sys.exc_info()[1]
     try:
-        return copy()
+        return _copied_by_numpy(tensor) if _is_crooked(tensor) else copy()
     except (RuntimeError, MemoryError) as error:  # torch has no type for it; whatever else it may be, its own text says
         raise_signals(error, before)
         raise _no_memory(tensor, tensor.nbytes, f"{error}") from None
+
+
+def _is_crooked(tensor: torch.Tensor) -> bool:
+    """Return whether torch's kernels may crash on a tensor: on complex128 that is halfway between two multiples of its size."""
+    return tensor.dtype is torch.complex128 and not is_zero_tensor(tensor) and tensor.data_ptr() % WIDEST != 0
+
+
+def _copied_by_numpy(tensor: torch.Tensor) -> Any:
+    array = (tensor.conj() if tensor.is_conj() else tensor).numpy()
+    return torch.from_numpy(array.conj() if tensor.is_conj() else array.copy())
 
 
 def _no_memory(tensor: torch.Tensor, nbytes: int, why: str) -> OutOfMemory:

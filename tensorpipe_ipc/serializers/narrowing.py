@@ -28,7 +28,7 @@ from tensorpipe_ipc.serializers.base import Serializer, any_size, check_memory, 
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.layout import BULK, LazyPayload
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta, narrowed_meta
-from tensorpipe_ipc.wire.threads import alone_in_a_child
+from tensorpipe_ipc.wire.threads import alone_in_a_child, always_alone_in_a_child
 
 __all__ = ["Narrowing", "narrowing"]
 
@@ -233,6 +233,7 @@ class _Cast(LazyPayload):
         first = start // narrow.itemsize
         return narrow, first, first + len(narrow)
 
+    @always_alone_in_a_child  # torch fills new memory where a program wants all of its operations to be deterministic
     def frame(self) -> memoryview:
         check_memory(self.row, self._narrowing.wire_dtype.itemsize)
         try:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Any, Protocol
 
-import torch
+import numpy as np
 
 from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown
 from tensorpipe_ipc.headroom import headroom
@@ -66,8 +66,11 @@ class Copy:
 
     def __init__(self, payload: Payload) -> None:
         self.nbytes = payload.nbytes
-        # By torch, whose memory is 64-byte aligned.
-        self._place = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").numpy().data
+        memory = np.empty(
+            self.nbytes + HEADER, np.uint8
+        )  # torch may fill what it makes, by threads that a child has not
+        start = -memory.ctypes.data % HEADER
+        self._place = memory[start : start + self.nbytes].data
         payload.write_into(self._place)
 
     def write_into(self, place: memoryview) -> None:

@@ -13,6 +13,7 @@ from tensorpipe_ipc.wire.metas import LeafMeta
 from tensorpipe_ipc.wire.restoring import restore
 from tensorpipe_ipc.wire.room import see_room_to_take
 from tensorpipe_ipc.wire.spec import Op
+from tensorpipe_ipc.wire.threads import alone_in_a_child
 
 __all__ = ["AS_SENT", "TENSORS", "DecodeOptions", "is_restored", "restored_span", "widened"]
 
@@ -51,6 +52,7 @@ def restored_span(span: torch.Tensor, of: LeafMeta) -> torch.Tensor:
     return widened(span.view(of.row.torch), of.own.torch).view(torch.uint8)
 
 
+@alone_in_a_child  # torch fills new memory where a program wants all of its operations to be deterministic
 def widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the items in another dtype, in memory of their own and in the same order there.
 

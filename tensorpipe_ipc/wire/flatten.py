@@ -20,7 +20,7 @@ from torch.nn.parameter import Parameter, UninitializedParameter
 from torch.storage import TypedStorage, UntypedStorage
 
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
-from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH, WIDEST
+from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH
 from tensorpipe_ipc.wire.room import lacks_room
 from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, MAX_TEXT, METADATA, Op, is_too_nested
 
@@ -324,9 +324,7 @@ def _array_memory(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return a tensor on the array's own memory, or on a copy where torch has no such view of it."""
     if array.dtype.char == "Q":  # C's unsigned long long: another name of uint64, which torch does not know
         array = array.view(np.uint64)
-    # torch's kernels crash on complex128 halfway between two multiples of its size; what has no gaps they leave alone.
-    is_crooked = array.itemsize == WIDEST and array.ctypes.data % WIDEST and not array.flags.forc
-    if is_crooked or any(stride < 0 or stride % array.itemsize for stride in array.strides):
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = _copied(array)
     if array.flags.writeable:
         return torch.from_numpy(array)

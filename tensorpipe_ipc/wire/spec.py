@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
@@ -43,7 +44,6 @@ __all__ = [
 MAX_DEPTH = 64  # containers within containers: deep enough for people, and far from Python's recursion limit
 MAX_NODES = 1 << 17  # a tree of more single nodes wants to be a tensor; it also bounds what a hostile spec can ask for
 MAX_TEXT = 0xFFFF  # bytes of a key or name
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes that Python code makes
 # Of an ordered dict. No other crosses: NumPy reads memory where an attribute (``__array_interface__``) says, ctypes likewise.
 METADATA = "_metadata"
 
@@ -144,7 +144,5 @@ def register_type(
 
 
 def _builtin_base(cls: type) -> type:
-    """Return the nearest base that is no class of Python code: only its ``__new__`` makes instances."""
-    while cls.__flags__ & _HEAP_TYPE and cls.__base__ is not None:
-        cls = cls.__base__
-    return cls
+    """Return the nearest base that is no class of Python code, and whose ``__new__`` alone makes instances; or object."""
+    return next(base for base in cls.__mro__ if isinstance(vars(base).get("__new__"), BuiltinFunctionType))

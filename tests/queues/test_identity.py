@@ -294,13 +294,36 @@ def _put_records_of_complex_numbers() -> None:
         for count in range(1, 9):
             sent = np.ndarray((40, count), np.complex128, bytearray(1 << 15), at, (16 * count + 32, 16))
             sent[...] = np.arange(40 * count).reshape(40, count)
-            there.put(sent)
-            assert (there.get(timeout=LIMIT) == sent).all()
+            conjugate = torch.from_numpy(sent).conj()
+            for each in (sent, torch.from_numpy(sent), conjugate):
+                there.put(each)
+                got = np.asarray(there.get(timeout=LIMIT))
+                assert (got == (sent.conj() if each is conjugate else sent)).all()
+    record = np.ndarray((40, 7), np.complex128, bytearray(1 << 15), 8)
+    there.put([record, record[:, :5]])
+    whole, part = there.get(timeout=LIMIT)
+    whole[0, 0] = 7
+    assert part[0, 0] == 7
 
 
 def test_arrays_of_complex_numbers_arrive_wherever_they_lie() -> None:
     """As behind a header of 8 bytes. torch's kernels load two halves at once there, and end the process."""
     assert reap(in_child(_put_records_of_complex_numbers)) == 0
+
+
+def _put_and_get_where_new_memory_is_filled(sent: torch.Tensor) -> None:
+    torch.use_deterministic_algorithms(True)
+    there = tp.Queue(wire_dtype=torch.float16)
+    there.put(sent)
+    assert there.get(timeout=LIMIT)[0, 0] == 1
+    there.put_many(each for each in ([sent, sent[:, :500]], 1))
+    assert len(there.get_many(2, timeout=LIMIT)) == 2
+
+
+def test_a_forked_child_narrows_and_restores_where_operations_are_deterministic() -> None:
+    """torch fills what it makes then, by threads that are the parent's."""
+    sent = torch.ones(512, 512)  # by these threads
+    assert reap(in_child(lambda: _put_and_get_where_new_memory_is_filled(sent))) == 0
 
 
 class Image(torch.Tensor):

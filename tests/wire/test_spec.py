@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import random
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -123,11 +125,11 @@ def test_refuses_other_classes(registry: None, cls: Any) -> None:
         register_type(cls)
 
 
-@pytest.mark.parametrize("base", [dict, OrderedDict, list, str, Exception])
+@pytest.mark.parametrize("base", [dict, OrderedDict, list, str, Exception, functools.partial, random.Random])
 def test_refuses_a_dataclass_that_only_a_builtin_can_make(registry: None, base: type) -> None:
     """As a transformers model's output is. It could be put, and each message was dropped where it came."""
     output = dataclasses.make_dataclass("Output", ["logits"], bases=(type("Base", (base,), {}),))
-    with pytest.raises(TypeError, match=rf"derives from {base.__name__}, .* give to= and from_="):
+    with pytest.raises(TypeError, match=r"derives from \w+, .* give to= and from_="):
         register_type(output)
 
 
