@@ -74,7 +74,9 @@ class ConsumerPeer(Peer):
         if self.queue is None:
             return self.sent - self.taken
         assert self.queue.credits is not None
-        self.room = self.queue.credits.unread()
+        self.room = min(
+            self.queue.credits.unread(), self.queue.maxsize
+        )  # a hostile one writes tokens into its own pipe
         return self.queue.maxsize - self.room
 
     def has_room(self) -> bool:

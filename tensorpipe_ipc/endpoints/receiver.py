@@ -19,6 +19,7 @@ from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.errors import Empty, OutOfMemory, ProtocolError, ShutDown
 from tensorpipe_ipc.handlers import reraise_from_handler
+from tensorpipe_ipc.memory.leases import keeping
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
 from tensorpipe_ipc.shared_queue.get_end import Decode
@@ -469,7 +470,9 @@ class Receiver(Participant):
                     self._only, self._misses = None, _MISSES
                     return NOTHING
             peer.waiting -= 1
-            return queue.get(None, decode, lease_from)  # the fastest way; nobody else takes what is there
+            # None is the fastest way, as nobody else takes what is there; only a hostile producer does.
+            timeout = 0 if keeping or queue.words[queue.record.watch] else None
+            return queue.get(timeout, decode, lease_from)
         except (Empty, BlockingIOError):  # the latter: somebody else has taken what was there
             self._only = None
         except MemoryError as error:

@@ -34,7 +34,6 @@ from tensorpipe_ipc.zeromq.zmq_contexts import (
     acquire,
     check_descriptors,
     forget_bound,
-    has_descriptors,
     note_bound,
     open_socket,
     repeated,
@@ -46,6 +45,7 @@ __all__ = ["Binder"]
 
 _LETTING_GO = 0.1  # seconds: libzmq's threads let go of a name some time after close
 _LET_GO = 1.0  # seconds that closing waits for a port, at most
+_GLANCE = 0.0005  # seconds between two looks at it
 _EVENT = struct.Struct("=HI")  # of a monitor: which, and a number that goes with it
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _BACKLOG = 1024  # so that a burst of strangers does not crowd out a friend, who would wait a second
@@ -256,6 +256,8 @@ class Binder(FrameSocket):
     def _close_sockets(self, linger: float) -> None:
         with ExitStack() as steps:
             if self._socket is not None:
+                if self.address.scheme == "tcp":
+                    steps.callback(self._wait_for_port)
                 steps.callback(self._socket.close, linger=int(linger * 1000))
                 steps.callback(self._close_handed)
             if self._gate is not None:
@@ -269,32 +271,23 @@ class Binder(FrameSocket):
             if not is_bound:
                 os.close(fd)
 
-    def _give_address_back(self, linger: float) -> None:
+    def _give_address_back(self) -> None:
         with ExitStack() as steps:
             for made in self._made:
                 steps.callback(unclaim, self.address.path, made)  # libzmq leaves the file
             if self.address.scheme == "inproc":
                 steps.callback(forget_bound, self, self.address.text)
-            if self.address.scheme == "tcp" and self._socket is not None:
-                steps.callback(self._give_port_back, linger)
 
-    def _give_port_back(self, linger: float) -> None:
+    def _wait_for_port(self) -> None:
         """Wait until libzmq's thread has let go of the port: another program may bind it as soon as this end is closed.
 
-        It hangs up with the port; what was sent goes on leaving.
+        The ROUTER is not unbound first. Until it is closed, what comes by its connections, and a reset, could end the process
+        as a linger does (``FrameSocket.close``).
         """
-        if not has_descriptors():  # then libzmq's thread closes it a moment later
-            return
-        told = f"inproc://tensorpipe_ipc.let-go-{next(_numbers)}"
-        with suppress(zmq.ZMQError), closing(open_socket(self._context, zmq.PAIR)) as monitor:
-            self._socket.setsockopt(zmq.LINGER, int(linger * 1000))
-            try:
-                repeated(self._socket.monitor, told, zmq.EVENT_CLOSED)
-                monitor.connect(told)
-                repeated(self._socket.unbind, self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-                monitor.poll(int(_LET_GO * 1000))
-            finally:  # libzmq's thread would stand still, as nobody hears
-                self._socket.disable_monitor()
+        (fd, inode), deadline = self._listening, time.monotonic() + _LET_GO
+        with suppress(OSError):
+            while os.fstat(fd).st_ino == inode and time.monotonic() < deadline:
+                time.sleep(_GLANCE)
 
 
 _binders: weakref.WeakSet[Binder] = weakref.WeakSet()

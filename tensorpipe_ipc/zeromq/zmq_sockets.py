@@ -448,15 +448,15 @@ class FrameSocket:
         peer said something, and the connection was reset before all had left: by its next heartbeat. Without a linger what is
         small leaves nevertheless, unless the connection is busy with what came before.
         """
-        if self.address.scheme == "tcp":
-            self._let_leave(linger)
-            linger = 0.0
+        is_tcp = self.address.scheme == "tcp"
         with ExitStack() as steps:  # from the last to the first; each is done though an exception cuts another short
             steps.callback(release, self)
-            steps.callback(self._close_sockets, linger)
-            steps.callback(self._give_address_back, linger)
+            steps.callback(self._close_sockets, 0.0 if is_tcp else linger)
+            steps.callback(self._give_address_back)
             if self._poll_fd is not None:
                 steps.callback(self._poll_fd.close)
+            if is_tcp:
+                steps.callback(self._let_leave, linger)
 
     def _let_leave(self, seconds: float) -> None:
         """Wait until ZeroMQ has let go of all that was said by messages of one frame, and so of what was sent before them."""
@@ -471,7 +471,7 @@ class FrameSocket:
                 if left <= 0:
                     return
 
-    def _give_address_back(self, linger: float) -> None:
+    def _give_address_back(self) -> None:
         """Have the next binder get the address; what was sent goes on leaving."""
 
     def _close_sockets(self, linger: float) -> None:

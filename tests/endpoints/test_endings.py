@@ -587,7 +587,7 @@ def test_an_exception_while_a_connection_is_hung_up_stops_nobody(
 
 @pytest.mark.parametrize(
     ("scheme", "where", "is_before"),
-    [("ipc", "_bind_to_address", False), ("tcp", "_bind_to_address", False), ("tcp", "_give_port_back", True)],
+    [("ipc", "_bind_to_address", False), ("tcp", "_bind_to_address", False), ("tcp", "_close_sockets", True)],
 )
 def test_a_child_forked_while_an_end_opens_or_closes_keeps_nobody_from_its_address(
     scheme: str, where: str, is_before: bool, free_port: int, monkeypatch: pytest.MonkeyPatch
