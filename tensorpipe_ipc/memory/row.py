@@ -16,8 +16,9 @@ it is a put or a get, and is stored before the words are first used. Operations 
 lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
 it did, for queues that can be joined (shared_queue/tasks.py). A record whose tally is not zero is left to its queue.
 *Answers* say to whom of those who offer device blocks what: see on_device.py. *Untracked* is 1 once a child was forked
-for which no descriptor was left: rows.py. *Recovering* is 1 while another process is at work in a dead one's row. *Hazards* are
-memory/extents.py's: one for each operation, and two more. *Reserved* is memory that the process is about to have (arena.py).
+for which no descriptor was left: rows.py. *Unfinished* is 1 once its process was found dead, and not all of it could be
+finished. *Hazards* are memory/extents.py's: one for each operation, and two more. *Reserved* is memory that the process is
+about to have (arena.py).
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ __all__ = [
     "PID",
     "PURPOSES",
     "PUT",
-    "RECOVERING",
     "ROWS_END",
     "SINGLES",
     "STARTED",
+    "UNFINISHED",
     "UNTRACKED",
     "WAITS",
     "FORK_MARKERS",
@@ -72,7 +73,7 @@ _ROW_BYTES = 1 << 18
 ROWS_END = _ROWS_START + MAX_ROWS * _ROW_BYTES
 
 # words of a row
-INCARNATION, PID, STARTED, NAMESPACE, LOST, UNTRACKED, RECOVERING = range(7)
+INCARNATION, PID, STARTED, NAMESPACE, LOST, UNTRACKED, UNFINISHED = range(7)
 FORK_MARKERS = 1 << 16  # forks of a process that are told apart: a lock for each, on the bytes after the row's first
 RESERVED = 8
 PURPOSES = 16

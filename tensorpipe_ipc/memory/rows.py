@@ -65,9 +65,9 @@ from tensorpipe_ipc.memory.row import (
     NAMESPACE,
     PID,
     PURPOSES,
-    RECOVERING,
     SINGLES,
     STARTED,
+    UNFINISHED,
     UNTRACKED,
     Operation,
     Record,
@@ -262,7 +262,7 @@ class Rows:
         words[INCARNATIONS + row] = incarnation  # from here on the row is not finished
         words[base + INCARNATION], words[base + PID] = incarnation, me.pid
         words[base + STARTED], words[base + NAMESPACE] = int(me.started), me.namespace
-        words[base + RECOVERING] = 0
+        words[base + UNFINISHED] = 0
         for record in self.records(row):
             clear_counters(words, record.counters)  # the dead one's
             if record.size == 1 and words[record.tally]:
@@ -385,6 +385,15 @@ class Rows:
     def finished(self, row: int) -> None:
         """Nothing is left to do in this dead row, whose lock is held."""
         self.words[FINISHED + row] = self.words[INCARNATIONS + row]
+        self.words[row_word(row) + UNFINISHED] = 0
+
+    def leave_unfinished(self, row: int) -> None:
+        """Leave this dead row, whose lock is held, to who can finish it."""
+        self.words[row_word(row) + UNFINISHED] = 1
+
+    def unfinished(self) -> list[int]:
+        """Return the dead rows that somebody could not finish, and nobody has since."""
+        return [row for row in self.used() if self.words[row_word(row) + UNFINISHED]]
 
     @contextlib.contextmanager
     def locked(self, row: int) -> Iterator[bool]:
@@ -399,23 +408,16 @@ class Rows:
         self.is_recovering = held = True  # with no call since the look: no other thread and no handler comes in between
         try:
             held = self.try_lock(row_byte(row), 1)
-            if held:
-                self.words[row_word(row) + RECOVERING] = 1
             yield held
         finally:
             try:
                 if held:  # perhaps: an exception may have come when it was just locked
-                    self.words[row_word(row) + RECOVERING] = 0
                     self.unlock(row_byte(row), 1)
             except BaseException:  # a handler's, which may have come before it was unlocked
                 self.unlock(row_byte(row), 1)
                 raise
             finally:
                 self.is_recovering = False
-
-    def is_being_recovered(self, row: int) -> bool:
-        """Return whether another process is at work in a dead one's row, or was killed there."""
-        return bool(self.words[row_word(row) + RECOVERING])
 
     def is_alive(self, row: int) -> bool:
         """Return whether somebody holds the row's lock. A recovering process at work in it counts."""

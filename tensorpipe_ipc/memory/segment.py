@@ -16,7 +16,7 @@ pull the memory from under another one: reading a page past the end of a file is
 ``page-locked`` is 1 once any process has locked any page for a GPU: then none is ever punched out again.
 ``grown`` is 1 when the arena got more memory since somebody last looked for some that lies idle.
 ``apart`` is 1 once any process has attached that quick barriers do not reach (memory/barrier.py).
-``looks`` counts the looks of waiting puts that left nothing of the dead: one is enough for all who wait.
+``looks`` counts the looks of waiting puts at all rows: one is enough for all who wait.
 
 All words are native 64-bit unsigned integers: a segment never leaves its kernel.
 

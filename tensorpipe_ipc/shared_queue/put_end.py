@@ -407,8 +407,9 @@ class PutEnd:
         def idle() -> None:
             nonlocal looks
             self._refuse_if_shut()
-            # Unless another wait has looked since, and left nothing: a look costs more with each process.
-            if words[LOOKS] == looks and self.attachment.recover_dead():
+            if words[LOOKS] != looks:  # another wait has looked since: it costs more with each process
+                self.attachment.recover_marked()
+            elif self.attachment.recover_dead():
                 words[LOOKS] = words[LOOKS] + 1 & (1 << 32) - 1
             looks = words[LOOKS]
             self.attachment.mind_idle()

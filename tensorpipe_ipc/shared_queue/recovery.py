@@ -148,8 +148,7 @@ class Recovery:
     def _finish_record(self, row: int, record: Record, seen: dict[int, Seen]) -> None:
         words, purpose = self.words, self.words[record.purpose_word]
         number, direction = purpose >> 8, purpose & 0xFF
-        runs = [slice(first, first + record.size) for first in (record.credit, record.ticket, record.given)]
-        busy = any(any(words[run]) for run in runs)
+        busy = self._is_busy(record)
         if not busy and not (record.size == 1 and words[record.tally]):
             return
         queue = self._queues.get(number)
@@ -163,6 +162,15 @@ class Recovery:
             self.clear(record)
         elif busy:
             raise InDoubt
+
+    def has_part_in(self, row: int) -> bool:
+        """Return whether a dead row has something that was begun in a queue of this process's."""
+        here = (each for each in self.rows.records(row) if self.words[each.purpose_word] >> 8 in self._queues)
+        return any(map(self._is_busy, here))
+
+    def _is_busy(self, record: Record) -> bool:
+        runs = [slice(first, first + record.size) for first in (record.credit, record.ticket, record.given)]
+        return any(any(self.words[run]) for run in runs)
 
     def clear(self, record: Record | Operation) -> None:
         """Clear the words of an operation whose queue is gone."""

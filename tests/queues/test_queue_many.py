@@ -914,8 +914,32 @@ def test_a_put_that_does_not_wait_finds_the_place_of_who_was_killed_in_get(put: 
     assert there.get(timeout=LIMIT) == 2
 
 
-@pytest.mark.parametrize("queues", [1, 8])
-def test_of_many_puts_that_wait_one_looks_for_the_dead(queues: int) -> None:
+def _leave_a_dead_one_unfinished() -> int:
+    """Have a process die of which a child has a tensor. Return that child, which is not ours to wait for."""
+    lent, (told, tell) = Queue(), os.pipe()
+    lent.put(torch.zeros(30_000))
+
+    def get_and_fork() -> None:
+        tensor = lent.get(timeout=LIMIT)
+        heir = os.fork()
+        if not heir:
+            signal.alarm(LIMIT)
+            signal.pause()
+        os.write(tell, heir.to_bytes(4, "little"))
+        signal.pause()
+        del tensor
+
+    parent = in_child(get_and_fork)
+    heir = int.from_bytes(os.read(told, 4), "little")
+    os.kill(parent, signal.SIGKILL)
+    reap(parent)
+    os.close(told)
+    os.close(tell)
+    return heir
+
+
+@pytest.mark.parametrize(("queues", "beside"), [(1, ""), (8, ""), (1, "one that nobody can finish")])
+def test_of_many_puts_that_wait_one_looks_for_the_dead(queues: int, beside: str) -> None:
     """Of many puts that wait, for one queue or for eight, one looks for the dead, as a look costs more with each process.
 
     The place of a killed consumer is found all the same.
@@ -924,6 +948,7 @@ def test_of_many_puts_that_wait_one_looks_for_the_dead(queues: int) -> None:
     for there in full:
         there.put(0)
     told, tell = os.pipe()
+    heir = _leave_a_dead_one_unfinished() if beside else 0
 
     def take_and_stop() -> None:
         assert shared_queue_of(full[0]).credits is not None
@@ -945,6 +970,8 @@ def test_of_many_puts_that_wait_one_looks_for_the_dead(queues: int) -> None:
     assert sorted(full[number % queues].get(timeout=LIMIT) for number in range(1, 9)) == list(range(1, 9))
     assert [reap(each) for each in producers] == [0] * len(producers)
     assert 0 < looks <= 24, "each of the eight looks eight times"
+    if heir:
+        os.kill(heir, signal.SIGKILL)
     os.close(told)
     os.close(tell)
 
