@@ -65,12 +65,12 @@ class Spec(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """Return the bytes of its largest messages: what gets in beside small ones, however little memory there is."""
+        """Return the bytes of its largest messages: of those it takes a few to fill its memory."""
         return self.capacity // 16 or LARGEST
 
     @property
     def timeout(self) -> float | None:
-        """Return the seconds that it waits in put: where memory is short, long enough to have what is kept for that."""
+        """Return the seconds that it waits in put: where memory is short, long enough to meet a death."""
         return None if self.waits else 1.0 if self.capacity else 0.3
 
 

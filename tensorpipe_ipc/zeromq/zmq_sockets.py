@@ -5,8 +5,9 @@ off: what may be in flight is counted by credits, so nothing waits in ZeroMQ bey
 tcp, where a stranger may ask for ever and never read. What a producer says there, beside its messages, is not said again
 before ZeroMQ has let go of what was said before.
 
-* LINGER is 0 from the start, and close says how long. A session whose connection ends is told the linger of that moment,
-  and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to, term never returned.
+* LINGER is 0 from the start, and close says how long, but over tcp (``FrameSocket.close``). A session whose connection ends is
+  told the linger of that moment, and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to,
+  term never returned.
 * Memory of the caller is never lent to ZeroMQ; that which a producer keeps over tcp is. pyzmq does this with a thread of
   its own (zmq.utils.garbage), which runs from the first producer over tcp on until the process ends.
 """

@@ -41,6 +41,7 @@ from tensorpipe_ipc.wire import header as wire_header
 from tensorpipe_ipc.wire import spec
 from tensorpipe_ipc.wire.header import Hello, Kind, Piece, pack, pack_piece
 from tensorpipe_ipc.wire.layout import BULK
+from tensorpipe_ipc.zeromq.binder import Binder
 
 MIB = 1 << 20
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -627,6 +628,26 @@ def test_a_consumer_that_reads_nothing_and_is_reset_while_its_producer_closes_en
     """libzmq ends the process at the next heartbeat, should its socket linger then: within 0.4 s."""
     child = in_child(lambda: [_close_while_a_reader_of_nothing_resets(turn) for turn in range(8)])
     assert reap(child) == 0
+
+
+def _close_late_while_a_stranger_resets() -> None:
+    consumer = tp.Consumer(LOOPBACK)
+    raw, close_sockets = RawLine(consumer.endpoint), Binder._close_sockets
+
+    def close_late(self: Binder, linger: float) -> None:
+        raw.say(b"")
+        time.sleep(0.05)
+        raw.reset()
+        time.sleep(0.6)  # longer than from one heartbeat to the next
+        close_sockets(self, linger)
+
+    Binder._close_sockets = close_late  # type: ignore[method-assign]  # of this process only
+    consumer.close()
+
+
+def test_a_stranger_that_is_reset_while_a_busy_program_closes_its_binder_ends_nobody() -> None:
+    """The same. Each step of closing may take long in a program whose threads compute."""
+    assert reap(in_child(_close_late_while_a_stranger_resets)) == 0
 
 
 _SHORT_MESSAGES = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import struct
@@ -57,7 +58,10 @@ def test_who_scribbles_hurts_his_own_messages() -> None:
     assert rejected > 3
 
 
-@pytest.mark.parametrize("does", ["takes its messages back", "fills the pipe of credits"])
+@pytest.mark.parametrize(
+    "does",
+    ["takes its messages back", "takes them back, and says that more may lie elsewhere", "fills the pipe of credits"],
+)
 def test_who_takes_from_a_queue_or_fills_it_stops_nobody(does: str) -> None:
     """A producer of the same user, that uses the descriptors as it likes: get ends in time, and so does close."""
     with tp.Consumer("taken") as consumer, tp.Producer("taken", linger=0) as producer:
@@ -67,9 +71,12 @@ def test_who_takes_from_a_queue_or_fills_it_stops_nobody(does: str) -> None:
         queue = side_of(producer).any_queue()
         queue.words[GROWN] = 1  # as after large messages
         consumer.get(PATIENCE)
+        takes = does.startswith("takes")
+        if does.endswith("elsewhere"):
+            queue.words[queue.record.watch] = 1
         with contextlib.suppress(BlockingIOError):
             while True:
-                if does == "takes its messages back":
+                if takes:
                     os.read(queue.tickets.fd, 8)
                 else:
                     os.write(queue.credits.fd, bytes([5, 0, 0, 0, 0, 0, 0, 0]))
@@ -77,9 +84,9 @@ def test_who_takes_from_a_queue_or_fills_it_stops_nobody(does: str) -> None:
         with contextlib.suppress(tp.Empty, tp.PeerLost):
             consumer.get(0.2)
         assert time.monotonic() - started < 0.2 + PATIENCE / 4
-        if does != "takes its messages back":
+        if not takes:
             assert "pipe of credits" in consumer.statistics().last_rejection
-        warns = pytest.warns(RuntimeWarning) if does == "takes its messages back" else contextlib.nullcontext()
+        warns = pytest.warns(RuntimeWarning) if takes else contextlib.nullcontext()
         with warns, contextlib.suppress(tp.PeerLost):
             producer.close()
 
@@ -110,6 +117,30 @@ def test_a_credit_of_no_place_of_its_queue_changes_nothing_of_others() -> None:
             bad.put(number, PATIENCE)
             assert consumer.get(PATIENCE) == number
         assert torch.equal(lease, content)
+
+
+def test_a_consumer_that_writes_credits_for_itself_has_no_more_than_its_turns() -> None:
+    """It seems to have nothing to do, but not less than nothing, and the other one gets every second message."""
+    with tp.Producer("greedy", bind=True, linger=0, maxsize=8) as producer, tp.Consumer("greedy", bind=False) as greedy:
+        with tp.Consumer("greedy", bind=False) as other:
+            meeting = [in_thread(functools.partial(each.get, PATIENCE)) for each in (greedy, other)]
+            producer.wait_for(2, PATIENCE)
+            producer.put("met", PATIENCE)
+            producer.put("met", PATIENCE)
+            assert [meet() for meet in meeting] == ["met", "met"]
+            queue = next(iter(side_of(greedy).peers.values())).queue
+            assert queue is not None
+            assert queue.credits is not None
+            for slot in range(100):
+                os.write(queue.credits.fd, (1 << SLOT_BITS | slot % 8).to_bytes(8, "little"))
+            del queue
+            came = 0
+            for number in range(20):
+                producer.put(number, PATIENCE)
+                with contextlib.suppress(tp.Empty):
+                    other.get(0)
+                    came += 1
+            assert came >= 9
 
 
 @pytest.mark.parametrize("way", ["in the block", "in the payload"])

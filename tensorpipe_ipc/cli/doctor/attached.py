@@ -46,9 +46,7 @@ def findings(endpoint: str) -> Iterator[Finding]:
 def _may_be_one(text: str, other: str) -> bool:
     """Return whether two addresses may be the same: a binder of all of a host's has each of them."""
     (host, _, port), (other_host, _, other_port) = text.rpartition(":"), other.rpartition(":")
-    return text == other or (
-        port == other_port and bool({host, other_host} & _ALL_HOSTS) and host[:4] == other_host[:4]
-    )
+    return text == other or (port == other_port and not _ALL_HOSTS.isdisjoint((host, other_host)))
 
 
 def _unbound(address: Address) -> Finding:
