@@ -74,9 +74,8 @@ class ConsumerPeer(Peer):
         if self.queue is None:
             return self.sent - self.taken
         assert self.queue.credits is not None
-        self.room = min(
-            self.queue.credits.unread(), self.queue.maxsize
-        )  # a hostile one writes tokens into its own pipe
+        # A hostile one writes tokens into its own pipe.
+        self.room = min(self.queue.credits.unread(), self.queue.maxsize)
         return self.queue.maxsize - self.room
 
     def has_room(self) -> bool:
