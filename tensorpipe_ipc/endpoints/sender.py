@@ -21,7 +21,6 @@ from tensorpipe_ipc.errors import Full, OutOfMemory, ProtocolError, SharedMemory
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.limits import deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Handover
-from tensorpipe_ipc.memory.segment import PAGE_LOCKED
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers.base import any_size
 from tensorpipe_ipc.wire.header import Hello, Kind, pack
@@ -42,7 +41,6 @@ _TOLD = 16  # consumers that left something behind, and are named
 _MARK = 1 << 20  # bytes of small frames, after which it is looked whether ZeroMQ lets go of them
 _FRAME = 64  # bytes of ZeroMQ's own
 _A_TURN = 0.02  # seconds of what is heard in passing, at most, that count
-_GLANCE = 0.001  # seconds that one consumer's message waits for memory, where others may have some
 _MEMORY = 0.02  # seconds until it is looked for again, if no consumer says anything
 
 
@@ -405,16 +403,12 @@ class Sender(Participant):
         """
         self._short, is_alone, began = None, len(self.peers) == 1, time.monotonic()
         try:
-            if is_alone:
-                return self._send_to(peer, message, timeout, held)
-            # Where pages are locked, it is known after a second look only that there can be no memory.
-            second_look = peer.queue is not None and peer.queue.words[PAGE_LOCKED]
-            return self._send_to(peer, message, min(timeout, _GLANCE) if second_look else 0, held)
+            return self._send_to(peer, message, timeout if is_alone else 0, held)
         except Full as full:
             if not is_alone and self._send_elsewhere(peer, message, held):
                 return True
             self._short = peer, str(full)  # not itself: it keeps the frames
-            if is_alone or timeout < _GLANCE:
+            if is_alone or timeout <= 0:
                 self.raise_if_short(waits)
         if self._sharing:
             self._hear_of_room(0)  # of the place that the try gave back

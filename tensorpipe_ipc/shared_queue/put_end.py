@@ -527,8 +527,10 @@ class PutEnd:
                         raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
                     if not force and headroom() >= nbytes:
                         return 0
+                else:
+                    in_vain = 0
                 remaining = SLICE if deadline is None else deadline - monotonic()
-                if remaining <= 0:
+                if remaining <= 0 and not 0 < in_vain <= self.words[PAGE_LOCKED]:
                     what = f"finds {self.arena.why_no_room(nbytes)}"
                     raise Full(self._why_full(what, names_holders=self.names_holders))
                 seconds = min(max(pause, min(2 * looked, 10 * SLICE)), remaining)

@@ -22,7 +22,9 @@ from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.endpoints import participant, resend_buffer
-from tensorpipe_ipc.memory.segment import CAPACITY
+from tensorpipe_ipc.memory import arena
+from tensorpipe_ipc.memory.segment import CAPACITY, PAGE_LOCKED
+from tensorpipe_ipc.shared_queue import put_end
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
 from tensorpipe_ipc.zeromq.binder import Binder
 
@@ -208,6 +210,41 @@ def test_a_put_that_waits_for_memory_gets_that_of_a_killed_consumer(count: int) 
                 assert len(later.result()) == 1
         else:
             putting()
+
+
+@ONLY_SHARED_MEMORY
+@pytest.mark.parametrize("locks_pages", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_put_for_which_there_can_be_no_memory_says_so_at_once(
+    count: int, locks_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each look for memory takes long, and where pages are locked: then it takes two."""
+    with contextlib.ExitStack() as stack:
+        producer = stack.enter_context(tp.Producer("none", bind=True, linger=0))
+        crowd = [stack.enter_context(Child()) for _ in range(count)]
+        for number, child in enumerate(crowd, 1):
+            child.call(children.open_consumer, "none", bind=False)
+            child.begin(children.hold, 1)
+            producer.wait_for(number, PATIENCE)
+        queue = side_of(producer).any_queue()
+        assert queue is not None
+        queue.words[PAGE_LOCKED] = int(locks_pages)
+        make_room = queue.attachment.make_room
+
+        def put(timeout: float | None) -> None:
+            with pytest.raises(tp.SharedMemoryError, match="bytes free"):
+                producer.put(torch.ones(1 << 20, dtype=torch.uint8), timeout)
+
+        with monkeypatch.context() as short:
+            short.setattr(queue.attachment, "make_room", lambda nbytes: make_room(nbytes) or time.sleep(0.003))
+            for module in (arena, put_end):
+                short.setattr(module, "headroom", lambda: 0)
+            for timeout in (None, 0.5, 0):
+                in_thread(lambda timeout=timeout: put(timeout))(PATIENCE)
+        for _ in crowd:
+            producer.put(torch.ones(1), PATIENCE)
+        for child in crowd:
+            child.result()
 
 
 @ONLY_SHARED_MEMORY
