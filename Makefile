@@ -5,17 +5,20 @@ PY := $(VENV)/bin/python
 # The environment's own pip, or, where Debian's python3 made one without (package python3-venv), the system's.
 PIP = $$($(PY) -m pip --version >/dev/null 2>&1 && echo $(PY) -m pip || echo $(PYTHON) -m pip --python $(PY))
 
-.PHONY: demo test kills lint docs bench figures clean
+.PHONY: demo test slow kills lint docs bench figures clean
 
 demo: $(VENV)/.demo
 	$(PY) -m examples.demo
 
 # Where the shell forbids bytecode, each process that a test starts would compile the package anew, and pytest all tests.
-test kills: export PYTHONDONTWRITEBYTECODE :=
+test slow kills: export PYTHONDONTWRITEBYTECODE :=
 
 # Three at a time, also on two cores: most of what tests do is to wait for processes that import torch.
 test: $(VENV)/.test
-	$(PY) -m pytest -n 3 --dist worksteal
+	$(PY) -m pytest -n 3 --dist worksteal -m 'not kills and not slow'
+
+slow: $(VENV)/.test
+	$(PY) -m pytest -n 3 --dist worksteal -m 'slow and not kills'
 
 kills: $(VENV)/.test
 	$(PY) -m pytest -n 2 -m kills $(TESTS)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -28,6 +29,19 @@ GRACE = 15.0  # seconds after all three until a test that hangs in C takes the w
 def pytest_configure() -> None:
     """Ctrl-C raises here and in all children, also where a shell that has started this in the background has it ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave cases to ``make slow`` that show no value of any parameter for the first time, but a combination of them."""
+    shown: dict[tuple[Path, str], set[tuple[str, int]]] = defaultdict(set)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            values = {(name, id(value)) for name, value in item.callspec.params.items()}
+            others = shown[item.path, item.originalname]
+            if values <= others:
+                item.add_marker("slow")
+            others |= values
 
 
 @pytest.fixture(scope="session", autouse=True)
