@@ -28,6 +28,7 @@ __all__ = [
     "memfds",
     "memory",
     "open_files",
+    "own_hosts",
     "peak_rss",
     "process_key",
     "reset_peak_rss",
@@ -110,6 +111,12 @@ def identity() -> Identity:
 def _identity(process: ProcessKey) -> Identity:
     pid = process[0]
     return Identity(socket.gethostname(), _boot_id(), _pid_namespace(), pid, started(pid))
+
+
+def own_hosts() -> set[str]:
+    """Return the names and addresses of this host, as far as it knows them by itself."""
+    addresses = (each.address for interface in psutil.net_if_addrs().values() for each in interface)
+    return {"localhost", socket.gethostname(), *(address.partition("%")[0] for address in addresses)}
 
 
 def is_alive(process: Identity) -> bool:

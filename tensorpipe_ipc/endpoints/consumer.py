@@ -26,7 +26,7 @@ from tensorpipe_ipc.errors import (
 )
 from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_count, deadline_of, remaining
-from tensorpipe_ipc.memory.handover import values_and_frames
+from tensorpipe_ipc.memory.handover import region_of, values_and_frames
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
@@ -397,8 +397,7 @@ class Consumer(End):
         if how & BY_REFERENCE:
             said, frames = values_and_frames(memoryview(values), schema.frame_sizes(), payload)
             return schema.tree(said, frames, serializer, ALIAS, self._arrival)
-        region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
-        return schema.tree_in(values, region, serializer, self._arrival)
+        return schema.tree_in(values, region_of(payload, serializer), serializer, self._arrival)
 
     def _parts(self, metadata: bytes) -> tuple[int, Any, bytes, Serializer]:
         """Return whether it goes by reference; schema, values and serializer."""

@@ -42,7 +42,7 @@ import torch
 
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.handlers import reraise_from_handler
-from tensorpipe_ipc.memory.leases import Handover, Leases
+from tensorpipe_ipc.memory.leases import Handover, Leases, Octets
 from tensorpipe_ipc.wire.direct import is_marked, mark
 from tensorpipe_ipc.wire.dtypes import WIDEST
 from tensorpipe_ipc.wire.flatten import Flat, kinds_of
@@ -50,7 +50,7 @@ from tensorpipe_ipc.wire.layout import ALIGN, BULK, LEASE_FROM
 from tensorpipe_ipc.wire.message import EncodedMessage
 from tensorpipe_ipc.wire.spec import Op
 
-__all__ = ["Frame", "handover_of", "is_sole_reference", "placed", "values_and_frames"]
+__all__ = ["Frame", "handover_of", "is_sole_reference", "placed", "region_of", "values_and_frames"]
 
 INLINE = (1 << 64) - 1  # the place of a frame whose bytes stand behind the places
 _LENGTH = struct.Struct("<I")
@@ -244,7 +244,9 @@ def _found(node: Any, held: dict[int, int], known: dict[int, Any]) -> bool:
         if isinstance(node, dict) and not all(type(key) in _WITHOUT_TENSORS for key in node):
             return False
         return all(_found(each, held, known) for each in (node.values() if isinstance(node, dict) else node))
-    return type(node) in _WITHOUT_TENSORS or (isinstance(node, (np.ndarray, np.generic)) and node.dtype != object)
+    if isinstance(node, np.ndarray) and type(node) not in (np.ndarray, np.memmap):
+        return False  # it may have attributes
+    return type(node) in _WITHOUT_TENSORS or (isinstance(node, (np.ndarray, np.generic)) and not node.dtype.hasobject)
 
 
 def _is_plain_tuple(node: Any) -> bool:
@@ -336,3 +338,11 @@ class Frame:
     def __getitem__(self, part: slice) -> memoryview:
         start, stop, _ = part.indices(self._size)
         return memoryview(self._array)[self._place + start : self._place + stop]
+
+
+def region_of(payload: bytearray | Octets, serializer: Any) -> Any:
+    """Return what the tensors of a payload may lie on. Each one's buffer must count as a reference; the arrays of a
+    serializer's ``decode_in`` do."""
+    if type(payload) is bytearray or hasattr(serializer, "decode_in"):
+        return memoryview(payload)  # type: ignore[arg-type, unused-ignore]
+    return Frame(payload, 0, len(payload))

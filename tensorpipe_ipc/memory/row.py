@@ -47,7 +47,7 @@ __all__ = [
     "ROWS_END",
     "SINGLES",
     "STARTED",
-    "UNFINISHED",
+    "UNJUDGED",
     "UNTRACKED",
     "WAITS",
     "FORK_MARKERS",
@@ -73,7 +73,7 @@ _ROW_BYTES = 1 << 18
 ROWS_END = _ROWS_START + MAX_ROWS * _ROW_BYTES
 
 # words of a row
-INCARNATION, PID, STARTED, NAMESPACE, LOST, UNTRACKED, UNFINISHED = range(7)
+INCARNATION, PID, STARTED, NAMESPACE, LOST, UNTRACKED, UNJUDGED = range(7)
 FORK_MARKERS = 1 << 16  # forks of a process that are told apart: a lock for each, on the bytes after the row's first
 RESERVED = 8
 PURPOSES = 16

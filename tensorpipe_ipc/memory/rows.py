@@ -67,7 +67,7 @@ from tensorpipe_ipc.memory.row import (
     PURPOSES,
     SINGLES,
     STARTED,
-    UNFINISHED,
+    UNJUDGED,
     UNTRACKED,
     Operation,
     Record,
@@ -262,7 +262,7 @@ class Rows:
         words[INCARNATIONS + row] = incarnation  # from here on the row is not finished
         words[base + INCARNATION], words[base + PID] = incarnation, me.pid
         words[base + STARTED], words[base + NAMESPACE] = int(me.started), me.namespace
-        words[base + UNFINISHED] = 0
+        words[base + UNJUDGED] = 0
         for record in self.records(row):
             clear_counters(words, record.counters)  # the dead one's
             if record.size == 1 and words[record.tally]:
@@ -385,15 +385,19 @@ class Rows:
     def finished(self, row: int) -> None:
         """Nothing is left to do in this dead row, whose lock is held."""
         self.words[FINISHED + row] = self.words[INCARNATIONS + row]
-        self.words[row_word(row) + UNFINISHED] = 0
+        self.words[row_word(row) + UNJUDGED] = 0
 
-    def leave_unfinished(self, row: int) -> None:
-        """Leave this dead row, whose lock is held, to who can finish it."""
-        self.words[row_word(row) + UNFINISHED] = 1
+    def leave_unjudged(self, row: int) -> None:
+        """Mark this dead row, whose lock is held: something was begun there in a queue that this process does not have."""
+        self.words[row_word(row) + UNJUDGED] = 1
 
-    def unfinished(self) -> list[int]:
-        """Return the dead rows that somebody could not finish, and nobody has since."""
-        return [row for row in self.used() if self.words[row_word(row) + UNFINISHED]]
+    def is_unjudged(self, row: int) -> bool:
+        """Return whether a dead row is marked so: somebody could not finish it, and nobody has since."""
+        return bool(self.words[row_word(row) + UNJUDGED])
+
+    def unjudged(self) -> list[int]:
+        """Return the dead rows that are marked so."""
+        return [row for row in self.used() if self.is_unjudged(row)]
 
     @contextlib.contextmanager
     def locked(self, row: int) -> Iterator[bool]:

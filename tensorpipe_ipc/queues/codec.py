@@ -20,7 +20,7 @@ from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.cuda.staging import arrival_of, staged
 from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.handlers import reraise_from_handler
-from tensorpipe_ipc.memory.handover import Frame, handover_of, placed, values_and_frames
+from tensorpipe_ipc.memory.handover import handover_of, placed, region_of, values_and_frames
 from tensorpipe_ipc.memory.leases import Handover, Octets
 from tensorpipe_ipc.queues import pickling
 from tensorpipe_ipc.queues.pickling import Handle, Pickled, is_shared_by_torch
@@ -108,7 +108,6 @@ class Codec:
         self.cuda_sender = on_device.CudaIpcSender(queue) if cuda_ipc else None
         self._in_one_block = in_one_block if self.cuda_sender is None else self.cuda_sender.in_one_block
         self._is_plain = narrowing is None and not cuda_ipc
-        self._has_decode_in = hasattr(serializer, "decode_in")
         self._last_had_no_leaves = False
         self.shared_by_torch = 0
 
@@ -259,7 +258,7 @@ class Codec:
         """
         meta = _alone.get(metadata)
         if meta is not None and arrival is AS_SENT:
-            tensor = self._serializer.decode(meta, self._region(payload)[:])
+            tensor = self._serializer.decode(meta, region_of(payload, self._serializer)[:])
             if len(payload) >= LEASE_FROM and self._serializer.zero_copy:
                 mark(tensor)
             return tensor
@@ -283,7 +282,7 @@ class Codec:
         elif how & BY_REFERENCE:
             tree = schema.tree(values, frames, self._serializer, ALIAS, arrival)
         else:
-            tree = schema.tree_in(values, self._region(payload), self._serializer, arrival)
+            tree = schema.tree_in(values, region_of(payload, self._serializer), self._serializer, arrival)
             if not how and arrival is AS_SENT and not placement and (meta := schema.meta_of_one()) is not None:
                 if len(_alone) >= _MOST_ALONE:  # a stream of ever new shapes
                     _alone.clear()
@@ -294,13 +293,6 @@ class Codec:
             return tree
         convert = _as_wanted(arrival)
         return pickling.load(data, tree, convert) if data else pickling.load(tree[0], tree[1:], convert)
-
-    def _region(self, payload: bytearray | Octets) -> Any:
-        """Return what tensors may lie on. Each payload's buffer must count its references, see ``handover.py``. The arrays of
-        ``decode_in`` do."""
-        if self._has_decode_in or type(payload) is bytearray:
-            return memoryview(payload)  # type: ignore[arg-type, unused-ignore]
-        return Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
 
 
 def _memory_of(leaves: list[torch.Tensor]) -> tuple[list[UntypedStorage] | None, bool]:

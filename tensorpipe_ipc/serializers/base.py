@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 
 from tensorpipe_ipc.borrowed import is_zero_tensor
@@ -22,6 +23,7 @@ from tensorpipe_ipc.wire.room import lacks_room
 from tensorpipe_ipc.wire.threads import alone_in_a_child
 
 __all__ = [
+    "OFFSETS",
     "Serializer",
     "any_size",
     "check_memory",
@@ -31,10 +33,13 @@ __all__ = [
     "describe",
     "expect",
     "gathered",
+    "has_memory",
     "plain",
+    "straight",
 ]
 
 _ANY = 1 << 62  # bytes: more than any tensor has
+OFFSETS = 44  # bits: no offset has more, and most addresses have
 _Copy = TypeVar("_Copy")
 _unlooked = 0  # bytes that were copied since the last one
 
@@ -107,10 +112,10 @@ def plain(tensor: torch.Tensor, most: int = _ANY) -> torch.Tensor:
         tensor = _to_cpu(tensor)
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
-        tensor = copied(tensor, lambda: tensor.resolve_conj().resolve_neg())
+        tensor = copied(tensor, lambda: straight(tensor).resolve_conj().resolve_neg())
     if is_zero_tensor(tensor):
         return copied(tensor, tensor.clone)
-    if tensor.numel() and not tensor.data_ptr():
+    if not has_memory(tensor):
         raise UnsupportedLeaf(f"a tensor of shape {list(tensor.shape)} whose memory was let go (storage resized to 0)")
     if not tensor.is_contiguous() and dense_order(tensor) is None:
         return gathered(tensor, most)
@@ -163,20 +168,27 @@ def copied(tensor: torch.Tensor, copy: Callable[[], _Copy]) -> _Copy:
     check_memory(tensor)
     before = sys.exc_info()[1]
     try:
-        return _copied_by_numpy(tensor) if _is_crooked(tensor) else copy()
+        return copy()
     except (RuntimeError, MemoryError) as error:  # torch has no type for it; whatever else it may be, its own text says
         raise_signals(error, before)
         raise _no_memory(tensor, tensor.nbytes, f"{error}") from None
 
 
-def _is_crooked(tensor: torch.Tensor) -> bool:
-    """Return whether torch's kernels may crash on a tensor: on complex128 that is halfway between two multiples of its size."""
-    return tensor.dtype is torch.complex128 and not is_zero_tensor(tensor) and tensor.data_ptr() % WIDEST != 0
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a plain tensor's memory is there, or there are no items. Of a storage that is gone, torch adds the offset
+    to a null pointer."""
+    return bool(tensor.data_ptr() >> OFFSETS or not tensor.numel() or tensor.untyped_storage().data_ptr())
 
 
-def _copied_by_numpy(tensor: torch.Tensor) -> Any:
+def straight(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that torch may compute with: itself, or a copy made by NumPy.
+
+    Torch's kernels may crash on complex128 that is halfway between two multiples of its size.
+    """
+    if tensor.dtype is not torch.complex128 or is_zero_tensor(tensor) or tensor.data_ptr() % WIDEST == 0:
+        return tensor
     array = (tensor.conj() if tensor.is_conj() else tensor).numpy()
-    return torch.from_numpy(array.conj() if tensor.is_conj() else array.copy())
+    return torch.from_numpy(np.array(array.conj() if tensor.is_conj() else array, order="C"))
 
 
 def _no_memory(tensor: torch.Tensor, nbytes: int, why: str) -> OutOfMemory:
@@ -195,7 +207,7 @@ def gathered(tensor: torch.Tensor, most: int = _ANY) -> torch.Tensor:
         OutOfMemory: there is no memory for the copy.
     """
     check_size(tensor, most)
-    return tensor if tensor.is_contiguous() else copied(tensor, tensor.contiguous)
+    return tensor if tensor.is_contiguous() else copied(tensor, lambda: straight(tensor).contiguous())
 
 
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:

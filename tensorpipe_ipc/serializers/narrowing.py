@@ -24,7 +24,7 @@ import torch
 from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
 from tensorpipe_ipc.handlers import reraise_from_handler
-from tensorpipe_ipc.serializers.base import Serializer, any_size, check_memory, check_size, dense_order
+from tensorpipe_ipc.serializers.base import Serializer, any_size, check_memory, check_size, dense_order, has_memory
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.layout import BULK, LazyPayload
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta, narrowed_meta
@@ -259,5 +259,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_meta or is_zero_tensor(tensor))
-        and bool(not tensor.numel() or tensor.data_ptr())
+        and has_memory(tensor)
     )

@@ -10,7 +10,7 @@ import torch
 
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.handlers import reraise_from_handler
-from tensorpipe_ipc.serializers.base import any_size, describe, plain
+from tensorpipe_ipc.serializers.base import OFFSETS, any_size, describe, has_memory, plain
 from tensorpipe_ipc.wire.metas import METAS, NUMPY_DIMS, TensorMeta
 
 __all__ = ["Raw"]
@@ -50,7 +50,7 @@ class Raw:
                 and not (meta.complex and tensor.is_conj())
             ):
                 address = tensor.data_ptr()
-                if address:
+                if address >> OFFSETS or has_memory(tensor):
                     return meta, meta.window(address)
         except (RuntimeError, KeyError) as error:
             reraise_from_handler(error)

@@ -20,7 +20,16 @@ import torch
 from tensorpipe_ipc.borrowed import check_sparse, to_be_checked, typed_storage_warning
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import raise_signals
-from tensorpipe_ipc.serializers.base import any_size, check_memory, check_size, copied, describe, expect, plain
+from tensorpipe_ipc.serializers.base import (
+    any_size,
+    check_memory,
+    check_size,
+    copied,
+    describe,
+    expect,
+    plain,
+    straight,
+)
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 from tensorpipe_ipc.wire.room import see_room_to_take
 from tensorpipe_ipc.wire.threads import always_alone_in_a_child
@@ -54,7 +63,7 @@ class TorchSave:
             check_size(tensor, most)
             # A view would drag its whole storage into the file.
             if tensor.numel() * tensor.itemsize != tensor.untyped_storage().nbytes():
-                tensor = copied(tensor, tensor.clone)
+                tensor = copied(tensor, straight(tensor).clone)
             check_memory(tensor)
             return describe(tensor), _save(tensor)
         return OPAQUE, _save(tensor.detach().cpu())

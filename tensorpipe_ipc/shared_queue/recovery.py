@@ -84,7 +84,7 @@ tally stands beside the words (shared_queue/tasks.py). A *doorbell* in a dead ro
 dead process began is completed (shared_queue/shutdown.py).
 
 **Then the sweep** frees what the dead row wrote or held (memory/arena.py). It spares blocks that are named by a word which
-this process cannot judge, because it does not have that queue. Such a row stays unfinished for a process that has the queue.
+this process cannot judge, because it does not have that queue. Such a row is marked, and left to processes that have the queue.
 If no process has it (shared_queue/orphans.py), the queue and its tokens are gone, and the doubt with them: the words that name
 the queue are cleared, and what waits in it is freed. That is done under the lock that says that no process has the queue, by
 one process at a time. So no other program can touch these blocks.
@@ -143,6 +143,8 @@ class Recovery:
         done = self.arena.sweep(row, spared) and not spared
         if done:
             self.rows.finished(row)
+        elif spared:
+            self.rows.leave_unjudged(row)
         return done
 
     def _finish_record(self, row: int, record: Record, seen: dict[int, Seen]) -> None:

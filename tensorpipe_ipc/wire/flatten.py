@@ -41,6 +41,7 @@ class Flat(NamedTuple):
     values: list[Any]  # bool, int, float, str
     in_keys: list[int]  # of each tuple in a key: the nodes that it and its items count for
     nodes: list[int | None]  # ids of containers, arrays, storages and bytes; None for each registered type
+    made: list[Any]  # for this tree alone: else the next object may have the same id
 
     def is_plain(self, apart: bool) -> bool:
         """Return whether a copy of the tree is all that pickle would make of it.
@@ -69,7 +70,7 @@ def flatten(tree: Any) -> Flat:
     Raises:
         UnsupportedLeaf: something in it cannot be sent; its path, its type and what to do are named.
     """
-    flat = Flat([], [], [], [], [])
+    flat = Flat([], [], [], [], [], [])
     _walk(tree, flat, 0)
     count = len(flat.spec) + sum(flat.in_keys)
     if count > MAX_NODES:
@@ -158,8 +159,9 @@ def _walk_ordered(node: OrderedDict[Any, Any], flat: Flat, depth: int) -> None:
             f"an OrderedDict with attributes {sorted(map(str, own))}: of those only a state_dict's {METADATA} is sent; "
             "delete the others, or send vars() of it beside it"
         )
+    flat.made.append(dict(own) or None)
     try:
-        _walk(dict(own) or None, flat, depth + 1)
+        _walk(flat.made[-1], flat, depth + 1)
     except UnsupportedLeaf as error:
         raise error.within(".__dict__") from None
 
@@ -181,15 +183,17 @@ def _walk_other(node: Any, flat: Flat, depth: int) -> None:
     if entry.to is not None:
         flat.nodes.append(None)
         flat.spec.append(_OP[entry.op] + _name(entry.name))
-        _walk(entry.to(node), flat, depth + 1)
+        flat.made.append(entry.to(node))
+        _walk(flat.made[-1], flat, depth + 1)
         return
     flat.nodes.extend((id(node), None))
     flat.spec.append(
         _OP[entry.op] + _name(entry.name) + struct.pack("<I", len(entry.fields)) + b"".join(map(_name, entry.fields))
     )
     for field in entry.fields:
+        flat.made.append(getattr(node, field))
         try:
-            _walk(getattr(node, field), flat, depth + 1)
+            _walk(flat.made[-1], flat, depth + 1)
         except UnsupportedLeaf as error:
             raise error.within(f".{field}") from None
 

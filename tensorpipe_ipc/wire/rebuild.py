@@ -25,6 +25,7 @@ from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH, Dtype
 from tensorpipe_ipc.wire.layout import overlaps
 from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, METADATA, Op, Registered, is_too_nested
+from tensorpipe_ipc.wire.threads import alone_in_a_child
 
 __all__ = ["Plan", "array_of"]
 
@@ -435,6 +436,17 @@ def _dense(leaf: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
+def _storage(leaf: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage of a leaf that is all of it: a serializer may have decoded to a part of a larger memory."""
+    storage = _dense(leaf).untyped_storage()
+    return storage if storage.nbytes() == leaf.nbytes else _cloned(leaf).untyped_storage()
+
+
+@alone_in_a_child
+def _cloned(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.clone()
+
+
 def _apart(leaf: torch.Tensor) -> torch.Tensor:
     """Return a leaf that becomes an array, whose items lie apart: whoever copies it gets no more than came."""
     if not leaf.is_contiguous() and overlaps(leaf.shape, leaf.stride()):
@@ -445,7 +457,7 @@ def _apart(leaf: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _typed_storage_reader(dtype: torch.dtype) -> Build:
     def build(leaves: Iterator[torch.Tensor], _: Iterator[Any]) -> TypedStorage:
-        return TypedStorage(wrap_storage=_dense(next(leaves)).untyped_storage(), dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+        return TypedStorage(wrap_storage=_storage(next(leaves)), dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
     return build
 
@@ -466,7 +478,7 @@ _READERS: dict[int, Build] = {
     Op.FROZEN: lambda leaves, values: Parameter(next(leaves), requires_grad=False),
     Op.NDARRAY: lambda leaves, values: _apart(next(leaves)).numpy(),
     Op.BYTES: lambda leaves, values: _dense(next(leaves)).numpy().tobytes(),
-    Op.UNTYPED: lambda leaves, values: _dense(next(leaves)).untyped_storage(),
+    Op.UNTYPED: lambda leaves, values: _storage(next(leaves)),
 }
 
 

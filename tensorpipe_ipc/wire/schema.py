@@ -460,9 +460,9 @@ def _address(payload: memoryview) -> int:
 
 
 def _span(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int) -> torch.Tensor:
-    """Memory that starts where its storage starts, for views count from there."""
+    """Memory that is all of its storage, for views count from there."""
     span = _decode(serializer, meta, payload, own)
-    return _clone(span) if span.storage_offset() or not span.is_contiguous() else span
+    return span if span.is_contiguous() and span.untyped_storage().nbytes() == span.nbytes else _clone(span)
 
 
 def _view(span: torch.Tensor, leaf: LeafMeta, *, restored: bool = False) -> torch.Tensor:

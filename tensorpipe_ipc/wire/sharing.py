@@ -9,7 +9,7 @@ from torch.storage import UntypedStorage
 
 from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.handlers import reraise_from_handler
-from tensorpipe_ipc.wire.dtypes import is_narrowed
+from tensorpipe_ipc.wire.dtypes import BY_TORCH, is_narrowed
 from tensorpipe_ipc.wire.flatten import kinds_of
 from tensorpipe_ipc.wire.layout import ALIGN, overlaps
 from tensorpipe_ipc.wire.metas import meta_of, narrowed_meta
@@ -144,8 +144,9 @@ def _sent_apart(leaves: list[torch.Tensor], kinds: list[int]) -> set[int]:
 
 
 def _is_view(leaf: torch.Tensor) -> bool:
-    """Return whether strides and an offset describe the leaf in full. Of a conjugate or a sparse one they do not."""
-    return not (leaf.is_nested or leaf.is_quantized or leaf.is_conj() or leaf.is_neg()) and bool(leaf.numel())
+    """Return whether a code, strides and an offset describe the leaf in full. Of a conjugate or a sparse one they do not."""
+    is_other = leaf.is_nested or leaf.is_quantized or leaf.is_conj() or leaf.is_neg() or leaf.dtype not in BY_TORCH
+    return not is_other and leaf.numel() > 0
 
 
 def _extent(leaf: torch.Tensor) -> tuple[int, int]:

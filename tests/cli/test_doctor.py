@@ -165,6 +165,35 @@ def test_a_binder_of_all_addresses_has_the_one_that_its_peer_names(tmp_path: Pat
                 assert _of(each)[1].text.endswith(": shared memory")
 
 
+def test_a_connector_to_another_hosts_binder_of_the_same_port_is_none_of_this_ones(tmp_path: Path) -> None:
+    """Each host of a chain may have the same port open to the one before, and a connector to the next one's."""
+    keys = make_keys(tmp_path / "keys")
+    with tp.Consumer("tcp://*:0", security=binders(keys)) as consumer:
+        other = f"tcp://203.0.113.7:{consumer.endpoint.rpartition(':')[2]}"  # of an address that stands for examples
+        with tp.Producer(other, security=connectors(keys), linger=0):
+            assert [finding.what for finding in _of(consumer.endpoint)] == ["bound by", "attached"]
+            assert [(each.what, each.state) for each in _of(other)] == [
+                ("bound by", State.NO),
+                ("  producer", State.NOTE),
+            ]
+
+
+def test_a_binder_that_is_not_seen_from_here_is_told_of_by_its_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on another host, where messages go in frames, as is well."""
+    with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
+        with tp.Producer(consumer.endpoint) as producer:
+            putting = in_thread(lambda: producer.put(1, PATIENCE))
+            consumer.get(PATIENCE)
+            putting()
+            connectors_alone = [status for status in published_statuses() if not status.binds]
+            monkeypatch.setattr(attached, "published_statuses", lambda: iter(connectors_alone))
+            binder, connector = _of(consumer.endpoint)
+            assert (binder.what, binder.state, connector.state) == ("bound by", State.OK, State.NOTE)
+            assert binder.text.startswith(f"a consumer, pid {os.getpid()} on ")
+            assert "waits" not in connector.text
+            assert "frames" in connector.text
+
+
 def test_who_left_is_not_told_of_any_more() -> None:
     """Nor are the copies of a status that forked children have."""
     with tp.Consumer("left") as consumer:

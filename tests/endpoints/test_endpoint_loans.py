@@ -12,6 +12,7 @@ import children
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
+from inside import registered_serializers
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import ProtocolError
@@ -102,6 +103,41 @@ def test_what_may_not_be_moved_is_copied(transport: str) -> None:
         producer.put([tensor, 1], PATIENCE, move=True)
         got: Any = consumer.get(PATIENCE)
         assert (got[0].sum(), got[1], tensor.sum()) == (65536, 1, 65536)
+
+
+class Views:
+    """A user's serializer, whose payload is the tensor's memory, and whose tensors lie on the payload."""
+
+    name = "views"
+    zero_copy = True
+
+    def encode(self, tensor: torch.Tensor) -> tuple[Any, Any]:
+        tensor = tp.plain(tensor).contiguous()
+        return tp.describe(tensor), tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+
+    def decode(self, meta: Any, payload: memoryview) -> torch.Tensor:
+        if not meta.nbytes:
+            return torch.empty(meta.shape, dtype=meta.dtype)
+        return torch.frombuffer(bytearray(payload) if payload.readonly else payload, dtype=meta.dtype).view(meta.shape)
+
+
+@pytest.mark.parametrize("serializer", ["raw", "views"])
+def test_of_what_was_got_together_none_is_moved_alone(
+    serializer: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that is kept of a message stays as it is: its memory is nobody else's, whichever serializer made it."""
+    monkeypatch.setitem(registered_serializers(), Views.name, Views())
+    with met(True, serializer=serializer) as (producer, consumer):
+        producer.put({"large": torch.ones(SHAPE), "small": torch.arange(5.0)}, PATIENCE)
+        got: Any = consumer.get(PATIENCE)
+        kept = got["small"]
+        producer.put(got["large"], PATIENCE, move=True)
+        del got
+        assert consumer.get(PATIENCE).sum() == 65536
+        for number in range(3):
+            producer.put({"large": torch.full(SHAPE, 7.0), "small": torch.full((5,), 7.0)}, PATIENCE)
+            assert consumer.get(PATIENCE)["small"].tolist() == [7.0] * 5
+            assert kept.tolist() == [0, 1, 2, 3, 4], number
 
 
 def test_without_a_consumer_nothing_is_lent(transport: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import threading
 from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
@@ -277,6 +278,25 @@ def test_a_registered_type_that_has_no_name_crosses_all_the_same() -> None:
         assert there.get(timeout=LIMIT) == [Local(3)]
 
 
+class Locked:
+    """Pickle cannot take it, as it has a lock."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts, self.lock = parts, threading.Lock()
+
+
+@pytest.mark.parametrize("kind", [tuple, list, lambda parts: {"parts": parts}], ids=["tuple", "list", "dict"])
+def test_many_of_a_registered_type_that_pickle_cannot_take_cross(kind: Any) -> None:
+    """Each is made a container of its own to be sent: one is not taken for another that was let go of."""
+    tp.register_type(Locked, to=lambda locked: kind(locked.parts), from_=Locked)
+    there = tp.Queue()
+    for sent in ([Locked((1, "a"))], [Locked((number, torch.ones(2))) for number in range(8)]):
+        there.put(sent)
+        got = there.get(timeout=LIMIT)
+        assert [type(each.parts) for each in got] == [type(kind(())) for _ in sent]
+        assert len(got) == len(sent)
+
+
 @pytest.mark.parametrize("dtype", ["f8", ">f8", "U3", "S3", [("price", "f8"), ("size", "i4")], "longdouble"], ids=str)
 def test_a_read_only_array_arrives_as_the_receivers_own(dtype: Any) -> None:
     """As with multiprocessing's queue, which sends a copy: whoever got it may write to it."""
@@ -288,8 +308,8 @@ def test_a_read_only_array_arrives_as_the_receivers_own(dtype: Any) -> None:
     got[:] = np.ones(5, dtype)
 
 
-def _put_records_of_complex_numbers() -> None:
-    there = tp.Queue()
+def _put_records_of_complex_numbers(serializer: str) -> None:
+    there = tp.Queue(serializer=serializer)
     for at in range(1, 16):
         for count in range(1, 9):
             sent = np.ndarray((40, count), np.complex128, bytearray(1 << 15), at, (16 * count + 32, 16))
@@ -299,6 +319,17 @@ def _put_records_of_complex_numbers() -> None:
                 there.put(each)
                 got = np.asarray(there.get(timeout=LIMIT))
                 assert (got == (sent.conj() if each is conjugate else sent)).all()
+            whole = np.ndarray(count, np.complex128, sent.base, at)
+            tensor = torch.from_numpy(whole)
+            for each, items in (
+                (whole, whole),
+                (tensor, whole),
+                (tensor[0], whole[0]),
+                (tensor.conj(), whole.conj()),
+                (tensor[0].conj(), whole[0].conj()),
+            ):
+                there.put({"items": each})
+                assert (np.asarray(there.get(timeout=LIMIT)["items"]) == items).all()
     record = np.ndarray((40, 7), np.complex128, bytearray(1 << 15), 8)
     there.put([record, record[:, :5]])
     whole, part = there.get(timeout=LIMIT)
@@ -306,9 +337,10 @@ def _put_records_of_complex_numbers() -> None:
     assert part[0, 0] == 7
 
 
-def test_arrays_of_complex_numbers_arrive_wherever_they_lie() -> None:
+@pytest.mark.parametrize("serializer", ["raw", "numpy", "torch_save"])
+def test_arrays_of_complex_numbers_arrive_wherever_they_lie(serializer: str) -> None:
     """As behind a header of 8 bytes. torch's kernels load two halves at once there, and end the process."""
-    assert reap(in_child(_put_records_of_complex_numbers)) == 0
+    assert reap(in_child(lambda: _put_records_of_complex_numbers(serializer))) == 0
 
 
 def _put_and_get_where_new_memory_is_filled(sent: torch.Tensor) -> None:

@@ -976,6 +976,42 @@ def test_of_many_puts_that_wait_one_looks_for_the_dead(queues: int, beside: str)
     os.close(tell)
 
 
+def test_what_only_another_process_can_finish_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that look for the dead do not look at all memory each time in vain, with a lock that the other one wants."""
+    full, looks, (told, tell) = Queue(maxsize=1), list[int](), os.pipe()
+    full.put(0)
+
+    def have_a_queue_that_a_dead_one_has_used() -> None:
+        there = Queue(maxsize=1)
+        there.put(0)
+
+        def get_and_stop() -> None:
+            assert shared_queue_of(there).credits is not None
+            shared_queue_of(there).credits.give = lambda _: (os.write(tell, b"x"), signal.pause())  # type: ignore[assignment, method-assign]
+            there.get()
+
+        taker = in_child(get_and_stop)
+        os.read(told, 1)
+        os.kill(taker, signal.SIGKILL)
+        reap(taker)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        there.put(1, timeout=LIMIT)
+
+    other = in_child(have_a_queue_that_a_dead_one_has_used)
+    os.waitpid(other, os.WUNTRACED)
+    arena = shared_queue_of(full).arena
+    sweep = arena.sweep
+    monkeypatch.setattr(arena, "sweep", lambda row, spared: looks.append(row) or sweep(row, spared))
+    for _ in range(20):
+        with pytest.raises(Full):
+            full.put_nowait(1)
+    assert 1 <= len(looks) <= 3
+    os.kill(other, signal.SIGCONT)
+    assert reap(other) == 0
+    for end in (told, tell):
+        os.close(end)
+
+
 def test_a_dead_ones_place_is_found_beside_puts_that_wait_for_another_queue() -> None:
     """Threads that wait for a queue look for the dead, but cannot finish what was begun in a queue that they do not have."""
     full = Queue(maxsize=1)

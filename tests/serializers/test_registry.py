@@ -13,6 +13,7 @@ import torch
 import zoo
 from exchange import OWN, parts, round_trip, sent
 from inside import registered_serializers
+from programs import ran
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import ProtocolError, UnknownSerializer, UnsupportedLeaf
@@ -269,6 +270,74 @@ def test_a_lossy_one_must_be_exact_with_uint8() -> None:
     """As which memory that tensors share, bytes and pickles go through it."""
     with pytest.raises(TypeError, match="uint8.* must be exact, also with lossy"):
         register_serializer(Coarse())
+
+
+class Summed(Zlib):
+    """Has a checksum before, or behind, what it sends, and decodes to a part of what it has read."""
+
+    name = "summed"
+
+    def __init__(self, before: int, behind: int) -> None:
+        self.before, self.behind = before, behind
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        tensor = plain(tensor).contiguous()
+        octets = bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+        return describe(tensor), b"\1" * self.before + octets + b"\2" * self.behind
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        octets = torch.frombuffer(bytearray(payload), dtype=torch.uint8)[self.before : len(payload) - self.behind]
+        return octets.view(meta.dtype or torch.uint8).view(meta.shape)
+
+
+@pytest.mark.parametrize(("before", "behind"), [(16, 0), (0, 16), (16, 16)])
+def test_a_storage_arrives_without_what_a_serializer_has_beside_it(before: int, behind: int) -> None:
+    """Alone, and beside views of it."""
+    register_serializer(Summed(before, behind))
+    there, tensor = tp.Queue(serializer="summed"), torch.arange(4, dtype=torch.int32)
+    there.put([tensor.untyped_storage(), torch.arange(3).storage(), tensor[1:]])
+    untyped, typed, view = there.get(timeout=10)
+    assert (bytes(untyped), typed.tolist(), view.tolist()) == (bytes(tensor.untyped_storage()), [0, 1, 2], [1, 2, 3])
+    view[0] = 7
+    assert untyped[4] == 7
+
+
+_REGISTERS_AND_FORKS = """
+import os, signal, sys, zlib, torch
+import tensorpipe_ipc as tp
+
+class Zlib:
+    name, zero_copy = "zlib", False
+    def encode(self, tensor):
+        tensor = tp.plain(tensor).contiguous()
+        octets = bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+        return tp.describe(tensor), zlib.compress(octets)
+    def decode(self, meta, payload):
+        octets = bytearray(zlib.decompress(payload))
+        if not octets:
+            return torch.empty(meta.shape, dtype=meta.dtype)
+        return torch.frombuffer(octets, dtype=meta.dtype).view(meta.shape)
+
+def compute():
+    return (torch.ones(1000, 1000) * 2).sum().item()
+
+torch.set_num_threads(4)
+first, then = (tp.register_serializer, compute) if sys.argv[1] == "before" else (compute, tp.register_serializer)
+first(*[Zlib()] * (first is not compute))
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    then(*[Zlib()] * (then is not compute))
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_registers_may_fork_before_it_or_after(when: str) -> None:
+    """The checks start none of torch's threads, which a forked child would wait for, and need none."""
+    done = ran("-c", _REGISTERS_AND_FORKS, when)
+    assert (done.out, done.err) == ("0\n", "")
 
 
 @pytest.mark.parametrize("name", ["", "a b", "é", "x" * 65, "a/b", "a\n", None, 3])

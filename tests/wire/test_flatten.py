@@ -38,8 +38,8 @@ def _in_itself() -> list[Any]:
     return tree
 
 
-def _resized() -> torch.Tensor:
-    tensor = torch.ones(5)
+def _resized(offset: int = 0) -> torch.Tensor:
+    tensor = torch.ones(5 + offset)[offset:]
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -88,6 +88,8 @@ REFUSED = [
     (torch.nested.nested_tensor([torch.ones(2)]), r"nested tensor; send .unbind\(\)"),
     (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"quantized tensor; send .int_repr\(\)"),
     (_resized(), r"shape \[5\] whose memory was let go"),
+    (_resized(1000), r"shape \[5\] whose memory was let go"),
+    (torch.nn.Parameter(_resized(4)), r"shape \[5\] whose memory was let go"),
     ({object(): 1}, "a dict key is a object; keys may be str"),
     ({1j: 1}, "is a complex; keys may be"),
     ({(1, {2: 3}.keys().__class__): 1}, "is a type; keys may be"),
@@ -103,6 +105,16 @@ def _tuples(depth: int) -> tuple[Any, ...]:
     for _ in range(depth - 1):
         found = (found,)
     return found
+
+
+def test_views_of_one_memory_of_a_dtype_without_a_code_are_refused() -> None:
+    """As one of them alone is; so are views of memory that is gone."""
+    packed, gone = torch.zeros(4, dtype=torch.uint4), torch.ones(2000)
+    parts = [gone[4:1000], gone[1000:]]
+    gone.untyped_storage().resize_(0)
+    for tree, says in (([packed, packed[2:]], "has no code on the wire"), (parts, "memory was let go")):
+        with pytest.raises(UnsupportedLeaf, match=says):
+            sent(tree)
 
 
 @pytest.mark.parametrize(("leaf", "says"), REFUSED)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
 from tensorpipe_ipc.endpoints import rendezvous_file
 from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, published_statuses
-from tensorpipe_ipc.process import Identity, is_alive
+from tensorpipe_ipc.process import Identity, is_alive, own_hosts
 from tensorpipe_ipc.zeromq.address_claim import owner_of
 from tensorpipe_ipc.zeromq.addresses import Address, check_socket_file, parse
 
@@ -32,24 +32,34 @@ def findings(endpoint: str) -> Iterator[Finding]:
         raise ValueError(f"{endpoint}: inproc is within one process, and cannot be looked at from another")
     ends = [status for status in published_statuses() if _may_be_one(status.endpoint, address.text)]
     binders, own = [status for status in ends if status.binds], {status.identity for status in ends}
+    connectors = [status for status in ends if not status.binds]
     if not binders:
-        yield _unbound(address)
+        yield _unbound(address, next((peer for end in connectors for peer in end.peers), None))
     for binder in binders:
         yield Finding("bound by", State.OK, f"a {binder.role}, {_process(binder.identity)}{_file(address)}")
         if not binder.peers:
             yield Finding("attached", State.NOTE, "nobody")
         yield from (_attached(peer, own) for peer in binder.peers)
     known = {peer.identity for binder in binders for peer in binder.peers}
-    yield from (_waiting(end) for end in ends if not end.binds and end.identity not in known)
+    yield from (_connected(end) for end in connectors if end.identity not in known)
 
 
 def _may_be_one(text: str, other: str) -> bool:
-    """Return whether two addresses may be the same: a binder of all of a host's has each of them."""
+    """Return whether two addresses may be the same: a binder of all of this host's has each of them."""
     (host, _, port), (other_host, _, other_port) = text.rpartition(":"), other.rpartition(":")
-    return text == other or (port == other_port and not _ALL_HOSTS.isdisjoint((host, other_host)))
+    hosts = {host, other_host}
+    return text == other or (port == other_port and bool(hosts & _ALL_HOSTS) and all(map(_is_here, hosts)))
 
 
-def _unbound(address: Address) -> Finding:
+def _is_here(host: str) -> bool:
+    name = host.removeprefix("tcp://").strip("[]")
+    return host in _ALL_HOSTS or name.startswith("127.") or name in own_hosts()
+
+
+def _unbound(address: Address, peer: Attached | None) -> Finding:
+    if peer is not None:
+        who = f"a {peer.role}, {peer.identity}, as a connector says"
+        return Finding("bound by", State.OK, f"{who}; no program here has {address.text} open: ask there")
     owner = owner_of(address.path) if address.path and check_socket_file(address.path) else None
     if owner is None:
         return Finding("bound by", State.NO, f"nobody: no program has {address.text} open for others to connect to")
@@ -60,10 +70,12 @@ def _unbound(address: Address) -> Finding:
 
 
 def _attached(peer: Attached, own: set[Identity]) -> Finding:
-    shares = peer.transport == "shared memory"
-    state = State.OK if shares else State.NO if peer.wanted else State.NOTE
     process = _process(peer.identity) if peer.identity in own else str(peer.identity)
-    return Finding(f"  {peer.role}", state, f"{process}: {peer.transport}")
+    return Finding(f"  {peer.role}", _state_of(peer), f"{process}: {peer.transport}")
+
+
+def _state_of(peer: Attached) -> State:
+    return State.OK if peer.transport == "shared memory" else State.NO if peer.wanted else State.NOTE
 
 
 def _file(address: Address) -> str:
@@ -71,10 +83,11 @@ def _file(address: Address) -> str:
     return "" if found is None or not found.offers else "; its rendezvous file lets others in while it computes"
 
 
-def _waiting(end: PublishedStatus) -> Finding:
-    if any(peer.transport == "shared memory" for peer in end.peers):
-        way = "shared memory, which the binder has not looked at yet"
-        return Finding(f"  {end.role}", State.OK, f"{_process(end.identity)}: {way}")
+def _connected(end: PublishedStatus) -> Finding:
+    for peer in end.peers:
+        state = _state_of(peer)
+        way = peer.transport if state is not State.OK else f"{peer.transport}, which the binder has not looked at yet"
+        return Finding(f"  {end.role}", state, f"{_process(end.identity)}: {way}")
     why = end.refusal or "the binder has not let it in yet: it does so inside get, put and flush"
     return Finding(f"  {end.role}", State.NO if end.refusal else State.NOTE, f"{_process(end.identity)}, waits: {why}")
 
