@@ -123,6 +123,7 @@ def _room(file: str) -> str:
     return file.split("/")[0].removesuffix(".py")
 
 
+@pytest.mark.slow
 def test_imports_point_down() -> None:
     """A file imports its own room and lower floors only; the rooms of one floor do not know each other."""
     for file in FILES:
@@ -200,6 +201,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(each)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="others look where the jump itself stands")
 def test_what_a_signals_handler_raises_in_a_jump_back_meets_the_except_around_it() -> None:
     """CPython 3.11 looks for that ``except`` where the instruction before the jump's target stands."""
@@ -424,6 +426,7 @@ print("nothing happened")
 """
 
 
+@pytest.mark.slow
 def test_importing_does_nothing(tmp_path: Path) -> None:
     """Importing the package starts no thread or child, opens, writes and sets nothing, and imports no more than it needs."""
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(HOUSE.parent)!r})\n{_IMPORT}"]

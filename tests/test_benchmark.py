@@ -177,6 +177,7 @@ def _batch() -> dict[str, Any]:
     return {"x": torch.rand(3, 5), "y": [np.arange(4), 1, "z"], "n": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "producers", "consumers"),
     [
@@ -230,6 +231,7 @@ def test_a_round_trip_is_told_beside_one_way(pipeline: Any) -> None:
     assert max(map(len, str(report).splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_a_message_and_a_pipeline_of_ones_own() -> None:
     """A maker of trees, and a put and a get of multiprocessing's, are measured as ours are; progress is told."""
     queue = torch.multiprocessing.get_context("fork").SimpleQueue()
@@ -369,6 +371,7 @@ def _interrupted(everybody: bool, *options: str, ends: int = 0) -> tuple[int, st
     return done.status, done.out, done.err, took
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ends the command with status 130 and no word, and takes its processes, sockets, folder and ends' files with it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -402,6 +405,7 @@ def test_ctrl_c_leaves_nothing_in_any_case(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["latency", "throughput"])
 def test_a_command_prints_and_writes(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A run prints a table of at most 80 columns, and writes JSON that can be read back, and a picture."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _PROGRAM = """
 import threading, torch, torch.multiprocessing, zmq.utils.garbage as garbage
 
@@ -68,6 +70,7 @@ def _run(cut: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_private_names_all_goes_on_and_a_warning_says_what_is_lost(tmp_path: Path) -> None:
     """As with a version of a library that has renamed them all."""
     told = _run(list(_NAMES.values()), tmp_path)
@@ -76,6 +79,7 @@ def test_without_private_names_all_goes_on_and_a_warning_says_what_is_lost(tmp_p
         assert f"WARNED tensorpipe_ipc finds no {name} here: " in told, name
 
 
+@pytest.mark.slow
 def test_with_all_of_them_nothing_is_said(tmp_path: Path) -> None:
     """The versions that are installed have them."""
     assert _run([], tmp_path) == "DONE\n"

@@ -29,6 +29,7 @@ def number(line: str, what: str) -> int:
     return int(found[1].replace(",", ""))
 
 
+@pytest.mark.slow
 def test_a_short_campaign(tmp_path: Path) -> None:
     """Small and large messages in 64 MiB, idle producers, some kills, every kind of queue."""
     campaign_of("--kills 15 --messages 3000 --seed 1", (15, "kills"), (3000, "messages put"), folder=tmp_path)

@@ -38,6 +38,7 @@ def _check(out: str, items: int) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_the_demo_shows_a_message_and_that_all_results_are_right(tmp_path: Path) -> None:
     """As ``make demo`` runs it, and with ``--wire``, which shows the frames of a message, with what each part means."""
     done = ran_in_fork(*DEMO, "--items", "2", "--wire", folder=tmp_path)

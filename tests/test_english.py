@@ -26,6 +26,7 @@ def wrong(source: str) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, text.partition("\n")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_docstring_begins_with_a_question_word(folder: str) -> None:
     """Each docstring names its actor, or begins with a verb: "Return whether ..." and not "Whether ..."."""

@@ -63,6 +63,7 @@ def test_example(name: str) -> None:
     _check(name, ran(str(EXAMPLES / name), *SMALL.get(name, [])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMISED)
 def test_example_with_torch_at_hand(name: str, tmp_path: Path) -> None:
     """An example ends well, and all that it prints is what it proves, where no process of it has torch to import."""
@@ -93,6 +94,7 @@ def _both(one: list[str], other: list[str], folder: Path) -> list[str]:
     return [each.out for each in done]
 
 
+@pytest.mark.slow
 def test_two_programs(tmp_path: Path) -> None:
     """They find shared memory by themselves, and say so."""
     reader, writer = _both([TWO[0]], [TWO[1]], tmp_path)
@@ -111,6 +113,7 @@ APART = "one host" if networks.WHY_NOT else "two networks"
 APART_ID = f"one host, as two networks cannot be had: {networks.WHY_NOT}" if networks.WHY_NOT else APART
 
 
+@pytest.mark.slow
 @pytest.mark.limit(110)
 @pytest.mark.parametrize("apart", [APART], ids=[APART_ID])
 def test_across_hosts(apart: str, tmp_path: Path, free_port: int) -> None:

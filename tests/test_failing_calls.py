@@ -139,6 +139,7 @@ def test_calls_fail_where_they_are_told_to() -> None:
     assert failing_calls.with_failing("memfd_create", errno.ENOMEM, 2, three)[:2] == (2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["memfd_create", "pipe2", "mmap", "writev"])
 def test_a_call_that_fails_costs_nothing(call: str) -> None:
     """Some calls: each of them fails once, in a run of its own."""

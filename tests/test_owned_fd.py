@@ -99,6 +99,7 @@ OPENING: dict[str, Callable[[], Any]] = {
 PIPES: list[TokenPipe] = []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # raised between open() and the with statement's own
 @pytest.mark.parametrize("returns", [False, True])
 @pytest.mark.parametrize("what", OPENING)

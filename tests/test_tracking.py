@@ -186,6 +186,7 @@ def test_it_ends_while_a_child_that_was_forked_meanwhile_lives_on() -> None:
     assert reap(child) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_what_samples_cost_that_were_asked_for_counts_beside_the_threads() -> None:
     """A program that asks for many reads it in the share."""
     began = time.monotonic()
@@ -199,6 +200,7 @@ def test_what_samples_cost_that_were_asked_for_counts_beside_the_threads() -> No
     assert tracked.share * (time.monotonic() - began) > 0.9 * asked
 
 
+@pytest.mark.slow
 def test_a_long_time_takes_no_more_memory_and_keeps_the_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Older samples are dropped, but not the first, nor what the highest of each figure was."""
     monkeypatch.setattr(tracking, "MOST", 10)
@@ -283,6 +285,7 @@ def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tracked.plot(str(tmp_path / "other.png"))
 
 
+@pytest.mark.slow
 @pytest.mark.limit(40)
 def test_a_handler_and_a_forked_child_read_figures_while_samples_are_taken() -> None:
     """Neither waits for whoever samples. A sample that a handler asks for in the middle of one is refused."""
@@ -303,6 +306,7 @@ def test_a_handler_and_a_forked_child_read_figures_while_samples_are_taken() -> 
             assert reap(in_child(lambda: memory.peak)) == 0
 
 
+@pytest.mark.slow
 def test_a_lack_of_descriptors_takes_no_living_process_for_ended() -> None:
     """A sample comes out full, or raises. Once there are descriptors again, the next one finds all processes."""
     code = """
@@ -344,6 +348,7 @@ with tp.MemoryTracker(None) as memory:
     assert (done.out, done.err) == ("True 2 True 2 False\n", "")
 
 
+@pytest.mark.slow
 def test_a_lack_of_descriptors_ends_no_tracker() -> None:
     """Samples are left out meanwhile, and taken again afterwards. The block's own exception comes out of it."""
     code = """

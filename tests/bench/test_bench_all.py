@@ -45,6 +45,7 @@ def _quiet(_: str) -> None:
     """Nobody is told."""
 
 
+@pytest.mark.slow
 def test_peers_of_the_standard_library_and_ours() -> None:
     """Each is measured in rounds with the others; who is not here is listed with the reason; who damages is out."""
     peers = {
@@ -112,6 +113,7 @@ def _recorded() -> results.Results:
     return results.of("all", "python -m bench all", host, rows, 0.5, peers=peers, failed=failed)
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path: Path) -> None:
     """From recorded results: every section with the command, all who are missing or failed, pictures, escaped words."""
     found = _recorded()
@@ -161,6 +163,7 @@ def test_the_floor_is_a_wake_up_and_a_memcpy() -> None:
     assert list(table.rows[-1])[:3] == ["the machine's floor", "85 µs", "-"]
 
 
+@pytest.mark.slow
 def test_a_part_of_a_run_has_its_page(tmp_path: Path) -> None:
     """A page of a partial run leaves out every item without a figure of ours, and shows the rest."""
     found = _recorded()

@@ -102,6 +102,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("tensorpipe-ipc ")
 
 
+@pytest.mark.slow
 def test_serializers_is_a_line_each() -> None:
     """``python -m tensorpipe_ipc serializers`` has a line for each, in 80 columns, and no warning of torch's."""
     done = ran("-m", "tensorpipe_ipc", "serializers")

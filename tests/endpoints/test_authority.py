@@ -428,6 +428,7 @@ def _listen_as_another(path: str, ready: str, done: str) -> None:
         Path(done).write_text("something came" if came else "nothing came", encoding="ascii")
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("role", ["producer", "consumer"])
 def test_a_socket_that_another_user_put_there_gets_nothing(role: str, sticky: Path) -> None:
@@ -471,6 +472,7 @@ def _take_the_place(folder: str, ready: str, done: str) -> None:
         Path(done).write_text("something came" if came else "nothing came", encoding="ascii")
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("looks", ["at the file", "at the connection"])
 @pytest.mark.parametrize("role", ["producer", "consumer"])
@@ -850,6 +852,7 @@ with tp.Consumer("tcp://127.0.0.1:0", security=security) as consumer:
 """
 
 
+@pytest.mark.slow
 def test_silent_connections_take_all_descriptors_and_get_says_empty(tmp_path: Path) -> None:
     """A binder with keys has none left for whoever comes: get waits, and raises nothing else. Later a friend gets in."""
     folder = make_keys(tmp_path)

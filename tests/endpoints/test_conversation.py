@@ -855,6 +855,7 @@ def _listen_to_flood(ends: children.Ends, least: int) -> int:
     return memory().uss
 
 
+@pytest.mark.slow
 def test_memory_of_a_flood_is_given_back_when_it_is_over() -> None:
     """A short message that comes alone takes some KB until it is read. They are given back, though friends came meanwhile.
 

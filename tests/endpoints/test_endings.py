@@ -1158,6 +1158,7 @@ def test_one_that_comes_back_and_of_which_nothing_is_missing_ends_well(tmp_path:
             child.result()
 
 
+@pytest.mark.slow
 def test_one_that_comes_back_and_gave_messages_up_before_does_not_end_well(tmp_path: Path) -> None:
     """It gave its consumer up, and later was given up itself. Its stream tells of what it gave up, though it said goodbye."""
     with tp.Consumer("tcp://127.0.0.1:0", producers=2, peer_timeout=3.0) as consumer, Child() as child:
@@ -1410,6 +1411,7 @@ def test_another_thread_closes_what_a_with_block_waits_in() -> None:
             putting()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["a thread closes it", "a handler raises"])
 def test_nobody_reads_what_a_put_in_frames_was_given(way: str) -> None:
     """A put into a stopped consumer's room returns, or raises, and what the program then writes does not reach the consumer."""
@@ -1467,6 +1469,7 @@ sys.exit(5)
 """
 
 
+@pytest.mark.slow
 def test_daemon_threads_wait_in_ends_when_the_program_ends() -> None:
     """It ends with its own status, soon."""
     done = subprocess.run([sys.executable, "-c", _DAEMONS], capture_output=True, text=True, timeout=25, check=False)
@@ -1501,6 +1504,7 @@ sys.exit(5)
 """
 
 
+@pytest.mark.slow
 def test_daemon_threads_open_ends_again_and_again_while_the_program_ends() -> None:
     """It ends with its own status, soon. Nothing is left of an end whose constructor was still at work."""
     done = subprocess.run([sys.executable, "-c", _OPENERS], capture_output=True, text=True, timeout=25, check=False)
@@ -1554,6 +1558,7 @@ def test_each_stream_ends_as_its_own_producers_did() -> None:
             consumer.get(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["itself", "a pool that is idle by then", "a thread that goes on"])
 @pytest.mark.parametrize(("method", "shared_memory"), [("fork", "auto"), ("forkserver", "off")])
 def test_a_process_of_multiprocessings_returns_with_an_end_open(
@@ -1586,12 +1591,14 @@ producer.put(7, 30)
 """
 
 
+@pytest.mark.slow
 def test_a_child_waits_for_the_goodbye_of_the_program_that_waits_for_it() -> None:
     """Multiprocessing does so when the program ends: then the ends are closed already, whatever was imported first."""
     done = ran("-c", _FINALIZER_FIRST)
     assert (done.status, done.out) == (0, "[7]\n"), done.err
 
 
+@pytest.mark.slow
 def test_close_keeps_to_its_linger() -> None:
     """Though there is more than leaves in that time."""
     with Child() as child, tp.Producer("linger", shared_memory="off", linger=1.5) as producer:
@@ -1726,6 +1733,7 @@ def test_closing_the_last_end_leaves_alone_what_others_lend_to_zeromq() -> None:
         wait_until(lambda: tracker.done and kept() is None)
 
 
+@pytest.mark.slow
 def test_threads_open_and_close_ends_of_their_own_at_any_time() -> None:
     """The last end of one closes as that of another is opened, and lends memory."""
 
@@ -1743,6 +1751,7 @@ def test_threads_open_and_close_ends_of_their_own_at_any_time() -> None:
 # -- words
 
 
+@pytest.mark.slow
 def test_one_warning_of_an_end_that_nobody_comes_to(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1788,6 +1797,7 @@ def test_an_end_cannot_be_copied_or_pickled(copy_of: Callable[[Any], Any]) -> No
                 copy_of(end)
 
 
+@pytest.mark.slow
 @EVERYWHERE
 def test_why_nobody_comes(endpoint: str, free_port: int) -> None:
     """A connector says that nobody listens, or no end; a binder that was made in this very process, and where, is named."""
@@ -2060,6 +2070,7 @@ def test_a_loan_is_narrowed_for_a_consumer_that_does_not_share_its_memory() -> N
         flushing()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("producer_binds", [True, False])
 def test_a_put_behind_a_consumer_that_took_all_and_closed_finds_nothing_lost(producer_binds: bool) -> None:
     """However many words of it are still unread: they are heard, its goodbye is the last of them."""
@@ -2210,6 +2221,7 @@ def test_a_consumer_that_waits_for_a_busy_producer_is_told_how_it_ended(endpoint
     consumer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("endpoint", "busy"), [("busy", 0.3), ("tcp://127.0.0.1:*", 0.3), ("tcp://127.0.0.1:*", 3.05)])
 def test_a_consumer_with_keys_that_waits_for_a_busy_producer_is_told_how_it_ended(
     endpoint: str, busy: float, keys: Path

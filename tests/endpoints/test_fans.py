@@ -44,6 +44,7 @@ def _take_until(consumer: tp.Consumer, wanted: dict[str, int]) -> dict[str, list
     return got
 
 
+@pytest.mark.slow
 def test_the_binding_consumer_is_killed_and_three_producers_stay(transport: str) -> None:
     """The next one gets the rest of each in order; what is missing was in flight, and each producer has counted it."""
     with Child() as binder, contextlib.ExitStack() as stack:

@@ -74,6 +74,7 @@ def flooded(folder: Path, count: int, strangers: int) -> tuple[float, float, flo
     return calm, sum(busy) / len(busy), grown, count / took
 
 
+@pytest.mark.slow
 def test_a_small_flood(tmp_path: Path) -> None:
     """300 connections: all messages of the friend come, and the binder's memory stays."""
     _, busy, grown, _ = flooded(tmp_path, 300, 100)
@@ -187,6 +188,7 @@ def test_a_large_second_frame_makes_no_talk_a_message(binds: str, kind: int) -> 
                     end.put(0, 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said",
     [
@@ -492,6 +494,7 @@ def test_who_may_come_in_is_not_kept_out_for_long_by_those_who_came_before(
         assert before == "strangers" or time.monotonic() - began < 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", ["garbage", "pieces"])
 def test_a_peer_that_brings_nothing_keeps_no_newcomer_out(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thing that it says takes long, and it says few. There is time for who may come in, or it is hung up on."""
@@ -548,6 +551,7 @@ def test_what_was_said_while_no_queue_had_a_message_does_not_keep_the_next_one_w
         child.call(children.abandon)
 
 
+@pytest.mark.slow
 def test_a_large_message_in_frames_has_its_turns_while_a_queue_has_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes in pieces, which are parts of a message: each has a turn, as a message of the queue has."""
     large = bytes(20 * MIB)
@@ -566,6 +570,7 @@ def test_a_large_message_in_frames_has_its_turns_while_a_queue_has_messages(monk
         quick.call(children.abandon)
 
 
+@pytest.mark.slow
 def test_a_piece_that_comes_again_has_no_messages_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """It brings nothing: so all of its kind together have a fifth of the time, as what is no message has."""
     piece = (pack_piece(1, Piece(0, MIB)), bytes(MIB // 2))
@@ -586,6 +591,7 @@ def test_a_piece_that_comes_again_has_no_messages_turn(monkeypatch: pytest.Monke
         quick.call(children.abandon)
 
 
+@pytest.mark.slow
 def test_a_put_that_does_not_wait_tries_few_of_those_who_came_and_went_meanwhile() -> None:
     """Each said what a good consumer says, and closed, while the producer computed."""
     with tp.Producer(LOOPBACK, bind=True, shared_memory="off", linger=0) as producer:
@@ -624,6 +630,7 @@ def _close_while_a_reader_of_nothing_resets(turn: int) -> None:
             closing()
 
 
+@pytest.mark.slow
 def test_a_consumer_that_reads_nothing_and_is_reset_while_its_producer_closes_ends_nobody() -> None:
     """libzmq ends the process at the next heartbeat, should its socket linger then: within 0.4 s."""
     child = in_child(lambda: [_close_while_a_reader_of_nothing_resets(turn) for turn in range(8)])
@@ -665,6 +672,7 @@ print("said")
 """
 
 
+@pytest.mark.slow
 def test_memory_of_a_strangers_messages_comes_back_once_they_were_read() -> None:
     """They came while the consumer computed. libzmq holds 10 MB of short messages in far more."""
     with Child() as child:  # where nothing large was freed yet: as much as that malloc keeps from then on
@@ -695,6 +703,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 def test_memory_of_handshakes_of_those_who_are_not_listed_comes_back(tmp_path: Path) -> None:
     """libzmq makes much of each of a handshake's properties, and lets go of it some time after the refusal."""
     folder = make_keys(tmp_path)
@@ -716,6 +725,7 @@ def test_memory_of_handshakes_of_those_who_are_not_listed_comes_back(tmp_path: P
     tp.Consumer("next").close()  # which removes the killed one's files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["good", "pieces", "repeated"])
 def test_memory_of_short_messages_of_a_peer_comes_back_though_another_came_later(what: str) -> None:
     """Good ones are far more than its credit; or each piece brings a byte; or each message had come before.
@@ -755,6 +765,7 @@ def _open_one_more(ends: children.Ends) -> None:
     ends.held.append(consumer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.WELCOME, Kind.HELLO, Kind.CREDIT])
 def test_memory_of_short_messages_of_a_binder_comes_back_though_another_end_was_opened_later(kind: int) -> None:
     """A connector reads them all, and each is one that has come before, or breaks the rules."""
@@ -791,6 +802,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [_SHORT_MESSAGES, _LONG_MESSAGES], ids=["short", "long"])
 @pytest.mark.parametrize("way", ["auto", "off"])
 def test_memory_of_a_strangers_messages_comes_back_beside_a_friend_that_always_has_some(
@@ -835,6 +847,7 @@ def test_what_had_come_by_who_was_hung_up_on_is_dropped_at_once_beside_a_queue(f
         friend.kill()
 
 
+@pytest.mark.slow
 def test_strangers_of_many_connections_have_few_turns_each_beside_a_queue() -> None:
     """A connection is read so seldom that what it says seems to come at its own time. Friends in frames wait for all of it."""
     connections, each, got = 100, 40, 0

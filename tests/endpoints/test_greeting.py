@@ -205,6 +205,7 @@ def test_who_said_hello_before_there_was_a_file() -> None:
             consumer.get(PATIENCE)
 
 
+@pytest.mark.slow
 def test_who_was_killed_before_its_hello_had_left() -> None:
     """A consumer gets the messages of a producer that was killed before its HELLO had left.
 
@@ -427,6 +428,7 @@ def test_who_claimed_a_queue_put_nothing_and_was_killed() -> None:
         assert consumer.get(PATIENCE) == "from the next"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("put_any", [False, True], ids=["nothing", "a message"])
 def test_who_was_heard_of_and_claimed_a_queue_and_was_killed_counts_once(put_any: bool) -> None:
     """Its HELLO named no queue, as none was free. A stream of three goes on until the third has left."""
@@ -509,6 +511,7 @@ def test_one_that_is_stopped_while_it_claims_a_queue_keeps_nobody_out() -> None:
         stopped.kill()
 
 
+@pytest.mark.slow
 def test_one_that_was_stopped_when_it_had_claimed_a_queue_is_named_though_others_are_there() -> None:
     """An end that waits for it reads its pid, whichever end binds."""
     with tp.Producer("here", bind=True) as producer, Child() as other, Child() as silent:

@@ -115,6 +115,7 @@ def test_ends_what_takes_too_long() -> None:
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow
 def test_guards_every_test(pytester: pytest.Pytester) -> None:
     """In a run with this conftest, the leaking and the slow test fail with the reason, and the clean one passes."""
     pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())

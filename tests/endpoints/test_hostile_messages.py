@@ -324,6 +324,7 @@ KEYS: dict[str, tuple[Any, bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEYS)
 def test_keys_that_a_dict_would_look_for_in_vain_are_refused(name: str) -> None:
     """Keys made up to collide are refused, within the time that so many bytes may take; others arrive."""

@@ -89,6 +89,7 @@ def test_a_constructor(kind: str) -> None:
     assert _interrupted_constructors(kind, stride(STEPS[kind][0])) > 100
 
 
+@pytest.mark.slow
 @EACH
 def test_a_close(kind: str) -> None:
     """It is closed then, or when close is called again."""
@@ -169,6 +170,7 @@ print(held() == before)
 """
 
 
+@pytest.mark.slow
 def test_signals_whose_handler_does_nothing_leave_no_trace_of_ends_that_come_and_go(tmp_path: Path) -> None:
     """Five thousand a second: system calls are cut short, and done again. Contexts end with all that they had."""
     done = ran_in_fork("-c", SIGNALS, folder=tmp_path)

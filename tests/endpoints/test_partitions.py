@@ -74,6 +74,7 @@ def _same(message: Any, number: int) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_connections_break_in_mid_stream(line: Line) -> None:
     """Each message comes once, in order and whole, though the connection breaks twenty times, with FIN and with RST."""
     count = 160
@@ -100,6 +101,7 @@ def test_connections_break_in_mid_stream(line: Line) -> None:
     assert got.duplicates <= sent.resent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [("there",), ("back",)], ids=["from the connector", "to the connector"])
 def test_a_partition_is_noticed_and_heals(line: Line, ways: tuple[str, ...]) -> None:
     """Each end names the other within 3 s, also where one direction still works; when it heals messages go on."""
@@ -147,6 +149,7 @@ def test_a_thousand_disconnects_and_a_hundred_partitions() -> None:
     assert (done.disconnects, done.partitions) == (1000, 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takes_first", [True, False], ids=["one was taken before", "none was taken before"])
 def test_a_line_that_breaks_while_two_ends_with_keys_agree_on_a_queue_ends_nothing(
     takes_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +205,7 @@ def _out_of_sight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
         os.unlink(os.path.join(runtime_folder(), name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takes", [2, 0], ids=["both were taken", "none was taken"])
 def test_a_producer_out_of_sight_that_dies_while_two_ends_with_keys_agree_on_a_queue_is_told(
     takes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -221,6 +225,7 @@ def test_a_producer_out_of_sight_that_dies_while_two_ends_with_keys_agree_on_a_q
         assert consumer.statistics().vanished == 1
 
 
+@pytest.mark.slow
 def test_a_producer_out_of_sight_of_whose_message_nothing_could_be_made_is_told_when_it_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +257,7 @@ def _has_put(consumer: tp.Consumer) -> bool:
     return any(queue.tickets.unread() == 2 for queue in queues)
 
 
+@pytest.mark.slow
 def test_a_line_that_breaks_while_a_producer_with_keys_claims_a_queue_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

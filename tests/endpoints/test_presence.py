@@ -299,6 +299,7 @@ with tp.Consumer("collected") as consumer:
 """
 
 
+@pytest.mark.slow
 def test_an_end_that_is_collected_waits_for_no_fork_of_another_thread() -> None:
     """Its thread may have a lock that the fork waits for."""
     done = ran("-c", COLLECTED)

@@ -276,6 +276,7 @@ for number in range(20):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.limit(110)  # it imports torch, which may take a busy machine long
 def test_a_program_that_ends_delivers() -> None:
     """A program that ends without close, its producer still referred to, delivers all and says goodbye."""

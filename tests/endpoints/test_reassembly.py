@@ -78,6 +78,7 @@ def _expected(tree: Any, dtype: torch.dtype) -> Any:
     return tree.to(dtype).to(tree.dtype) if tree.itemsize > dtype.itemsize and tree.is_floating_point() else tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_a_tree_of_all_kinds_is_restored(dtype: torch.dtype) -> None:
     """Over tcp every leaf is what torch makes of it, with the strides it has without a wire dtype; views share still."""
@@ -187,6 +188,7 @@ def test_an_announced_size_keeps_no_memory_from_others(brings: bool) -> None:
         assert kept // len(tensor) == (3 if brings else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 1000])
 def test_short_pieces_wait_in_the_memory_that_they_are_of(size: int) -> None:
     """Pieces of two bytes cost what they hold until memory is asked for, and every item is in its place then."""
@@ -338,6 +340,7 @@ def test_overflows_are_counted_once_however_often_it_is_written() -> None:
     assert made.overflowed == len(tensor[::1000])
 
 
+@pytest.mark.slow
 def test_a_closed_consumer_keeps_no_memory_for_messages_to_come() -> None:
     """However long a tensor lives that it got."""
 
@@ -388,6 +391,7 @@ def test_trim_gives_back_the_memory_of_a_burst_over_tcp_at_both_ends() -> None:
     tp.Consumer("next").close()  # which removes the files of the killed
 
 
+@pytest.mark.slow
 def test_what_lies_ready_over_tcp_is_given_back_however_late_it_is_let_go_of() -> None:
     """An end that waits looks for it again and again, and not only once after a burst. What ``trim`` finds then is little."""
     count, nbytes = 24, 2 << 20

@@ -588,6 +588,7 @@ def test_local_and_remote_consumers_mix() -> None:
         assert sorted(shares[0] + shares[1]) == list(range(300))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["auto", "off"])
 def test_no_producer_is_passed_over(second: Any) -> None:
     """While one puts without pause, the other's messages come, too, whichever way they take."""
@@ -775,6 +776,7 @@ def _shared_memory() -> int:
     return sum(nbytes for _, nbytes in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_left", [False, True], ids=["attached", "left"])
 def test_memory_that_only_a_child_kept_comes_back_while_a_consumer_waits(has_left: bool) -> None:
     """Though no message comes any more, and whether its producer is still there or not."""

@@ -181,6 +181,7 @@ def test_a_credit_that_an_exception_tore_is_asked_for(
         assert getting() == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("producer_binds", [False, True])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_message_that_an_exception_tore_is_counted_and_its_stream_ends_well(
@@ -331,6 +332,7 @@ def test_a_producer_that_is_back_is_asked_for_what_it_keeps() -> None:
             assert hello_of(raw.hear_of(Kind.WELCOME)).round > first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["producer", "consumer"])
 def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says HELLO 3,000 times, each of which is answered by 300 bytes, if somebody reads them. The kernel has little room."""
@@ -407,6 +409,7 @@ def test_a_consumer_that_heard_no_welcome_asks_anew_by_its_next_connection(free_
         assert rounds[0] < rounds[1]
 
 
+@pytest.mark.slow
 def test_a_producer_that_waits_sends_again_once_what_it_sent_before_has_left() -> None:
     """It was asked for that while nothing of it was read yet. It needs no further word from its consumer."""
     message = torch.zeros(300_000, dtype=torch.uint8)
@@ -521,6 +524,7 @@ def test_a_producer_says_welcome_before_it_sends_again() -> None:
         producer.flush(PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_consumer_elsewhere_is_waited_for_and_then_given_up() -> None:
     """It is out of sight: as long as it may come back its messages are kept, and then they are lost, told once."""
     with tp.Producer(LOOPBACK, bind=True, linger=0, peer_timeout=2.5) as producer:

@@ -194,6 +194,7 @@ def test_a_binder_that_lists_the_client_later_is_found(keys: Path, free_port: in
             producer.flush(PATIENCE)
 
 
+@pytest.mark.slow
 def test_who_waits_on_the_descriptor_alone_tries_again(keys: Path, free_port: int) -> None:
     """Turned away again and again, a consumer that only looks when its descriptor is readable still finds the binder that
     lets it in; and is not woken all the time until then."""
@@ -389,6 +390,7 @@ def test_a_binder_in_another_process(keys: Path) -> None:
             assert torch.equal(tree["x"], torch.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ["hushed", LOOPBACK])
 def test_nothing_is_put_where_the_binder_does_not_know_whose_it_is(
     keys: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch

@@ -379,6 +379,7 @@ def test_units_that_another_process_is_claiming_are_left_to_it(arena: Arena) -> 
     assert arena.allocate(5000) == following + 2 * UNIT
 
 
+@pytest.mark.slow
 def test_threads_that_begin_at_once_get_blocks_of_their_own() -> None:
     """One of the threads attaches; all claim units, and the kernel would let each have the same."""
     interval = sys.getswitchinterval()
@@ -510,6 +511,7 @@ def test_a_block_that_a_failed_put_gives_up_is_free_once(arena: Arena) -> None:
     assert block in blocks
 
 
+@pytest.mark.slow
 def test_an_exception_at_any_moment_of_giving_up_free_memory_loses_none(arena: Arena) -> None:
     """The next time gives up all that an exception left. No block is in two hands after it, and no memory in none."""
     point, interrupted = 1, True

@@ -448,6 +448,7 @@ def test_a_line_of_processes_each_forked_by_the_one_before_needs_few_rows(ctx: A
     done.wait()
 
 
+@pytest.mark.slow
 def test_epochs_with_fresh_workers_and_batches_alive_at_the_fork_cost_no_more_memory(ctx: Any) -> None:
     """A queue uses memory that workers of an earlier epoch kept again, though memory is never short."""
     there, batches, resident = ctx.Queue(), list[torch.Tensor](), list[int]()
@@ -569,6 +570,7 @@ def test_what_a_child_kept_comes_back_with_the_next_call(ctx: Any, gates: list[G
         joining()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(120)  # a process for each moment
 def test_what_a_handler_gets_while_its_process_takes_a_queue_into_use_stays_as_it_is(ctx: Any) -> None:
     """At each moment of a process's first put the handler of a signal may get a lease, and keep it."""
@@ -602,6 +604,7 @@ def test_what_a_handler_gets_while_its_process_takes_a_queue_into_use_stays_as_i
     assert point > 500
 
 
+@pytest.mark.slow
 def test_a_child_that_a_handler_forks_while_its_process_takes_a_queue_into_use_has_a_part_of_its_own(ctx: Any) -> None:
     """It stays in the handler. Each is seen to hold what it got, and its parent's death to free that."""
     there, pids, point, has_more = ctx.Queue(), ctx.Queue(), 0, True
@@ -795,12 +798,14 @@ print(got[0].tensor.unique().tolist())
 """
 
 
+@pytest.mark.slow
 def test_a_get_that_ends_while_another_thread_forks_is_not_written_to_by_the_child() -> None:
     """Either the child does not have it, or it has it as its own."""
     done = ran("-W", "ignore", "-c", WHILE_A_GET_ENDS)
     assert (done.status, done.out) == (0, "[7.0]\n"), done.err
 
 
+@pytest.mark.slow
 def test_a_fork_in_a_signals_handler_in_the_middle_of_a_move_has_no_part_of_it(ctx: Any) -> None:
     """Wherever it falls: the child's tensor is whole and its own, or empty, as the tensor is its receiver's."""
     there, point, outcomes = ctx.Queue(), 1, set[int]()
@@ -841,6 +846,7 @@ class Interrupt(Exception):
     """The exception that a signal's handler raises."""
 
 
+@pytest.mark.slow
 def test_an_exception_of_a_signals_handler_in_a_fork_leaves_the_leases_protected(
     ctx: Any, gates: list[Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -888,6 +894,7 @@ def forked_with_an_exception(ctx: Any, gate: Gate, point: int) -> int:
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.limit(110)
 def test_forks_and_kills_at_random_harm_nobodys_tensors(tmp_path: Path) -> None:
     """A short campaign: all leases are compared byte for byte, in those who got them, their helpers, and theirs."""
@@ -1012,6 +1019,7 @@ print([np.unique(each).tolist() for each in held + more] == [[float(n)] for n in
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "queue", "end"])
 def test_what_a_child_collects_before_it_is_told_is_its_parents(kind: str) -> None:
     """A collection falls into a hook of another library, which comes before the package's own."""
@@ -1087,6 +1095,7 @@ print("collected")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["queue", "context", "tensor", "loan", "end", "frames"])
 def test_what_is_collected_during_a_fork_does_not_wait_for_it(kind: str) -> None:
     """The fork waits for a lock that the collecting thread holds."""
@@ -1206,6 +1215,7 @@ assert all(bool((tensor == 1).all()) for tensor in got)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["got", "nothing else is held", "as a lease", "made", "lent", "let go"])
 def test_what_a_handler_gets_in_the_last_moment_before_a_fork_is_its_own(way: str) -> None:
     """The child's writes do not reach it, and the child reads no other message there."""
@@ -1213,6 +1223,7 @@ def test_what_a_handler_gets_in_the_last_moment_before_a_fork_is_its_own(way: st
     assert (done.status, done.err) == (0, "")
 
 
+@pytest.mark.slow
 def test_threads_get_leases_while_another_thread_forks(ctx: Any) -> None:
     """They wait for the fork, for microseconds, and are refused nothing."""
     there, refused, done = ctx.Queue(), list[Exception](), threading.Event()
@@ -1315,6 +1326,7 @@ print(raised.is_set(), status, queue.get())
 """
 
 
+@pytest.mark.slow
 def test_a_child_whose_fork_a_handlers_exception_met_uses_its_queue() -> None:
     """A fork waits for another thread meanwhile. Python says that it ignores what a hook of a fork raises, and forks."""
     done = ran("-c", RAISES_WHILE_A_FORK_WAITS)

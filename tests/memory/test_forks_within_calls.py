@@ -238,6 +238,7 @@ def _moving(there: Any, tensor: torch.Tensor) -> Callable[[], None]:
     return lambda: there.put(tensor, move=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_child_that_leaves_a_call_by_an_exception_disturbs_nothing(
     ctx: Any, monkeypatch: pytest.MonkeyPatch, name: str
@@ -353,6 +354,7 @@ def test_what_other_threads_do_while_a_tensor_dies_harms_nobodys_tensor(
     assert [each.exc_value for each in lost] == []
 
 
+@pytest.mark.slow
 def test_what_a_child_reads_is_not_freed_by_a_thread_that_saw_another_child_end(ctx: Any) -> None:
     """Another thread makes a tensor in the same block, forks, and lets go of it, at any moment of the look."""
     leases, point, left = ctx.tensorpipe_attachment().leases, 1, 0

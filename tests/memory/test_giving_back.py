@@ -219,6 +219,7 @@ def test_the_text_of_what_was_moved_lies_on_memory_that_is_told(ctx: Any) -> Non
         assert resident(mine) <= 33 * PART
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [100, 3000, 100_000, 4 * PART])
 def test_a_queue_that_is_read_does_not_have_the_memory_of_an_unread_one_grow(ctx: Any, nbytes: int) -> None:
     """A message may always be placed in a queue that has none. Its memory does not go to the other queue again and again."""
@@ -323,6 +324,7 @@ def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_destroye
         other.put(octets(13 * PART), timeout=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [300, 5000, 20_000])
 @pytest.mark.parametrize("mine", [True, False])
 def test_a_few_small_messages_do_not_keep_the_memory_of_many(ctx: Any, nbytes: int, mine: Any) -> None:
@@ -374,6 +376,7 @@ def test_an_exception_when_memory_was_taken_gives_it_back(ctx: Any, function: An
     assert [int(there.get()[-1]) for _ in range(3)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.limit(200)
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # raised between open() and its ``with``
 @strides(61, 397)
@@ -507,6 +510,7 @@ def test_a_block_that_grows_is_charged(ctx: Any) -> None:
         there.put(0)
 
 
+@pytest.mark.slow
 def test_many_processes_stay_within_the_capacity_together(ctx: Any) -> None:
     """Each puts at once whatever fits, in all sizes."""
     there = ctx.Queue()
@@ -728,6 +732,7 @@ def test_where_addresses_are_few_memory_that_is_free_with_another_process_is_fou
         assert [int(x[-1]) for x in drained(waiting)] == list(range(0, 72, 8))
 
 
+@pytest.mark.slow
 def test_few_addresses_do_for_all_sizes_in_turn(tmp_path: Path) -> None:
     done = ran_in_fork("-c", ADDRESSES, folder=tmp_path)
     assert (done.status, done.out) == (0, "True\ndone\n"), done.err
@@ -846,6 +851,7 @@ def test_what_waits_in_a_queue_is_given_back_once_who_had_it_last_has_ended_and_
     os.close(let_go)
 
 
+@pytest.mark.slow
 def test_what_many_processes_made_that_each_needed_little_is_given_back(
     large_ctx: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -861,6 +867,7 @@ def test_what_many_processes_made_that_each_needed_little_is_given_back(
     wait_for(lambda: drained(there) == [] and resident(there) < MIB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_a_look_for_idle_memory_that_is_cut_short_is_done_again(
     large_ctx: Any, how: str, monkeypatch: pytest.MonkeyPatch
@@ -910,6 +917,7 @@ def test_what_lies_idle_between_a_few_leases_is_given_back(
     assert all((lease == number * 20 % 100).all() for number, lease in enumerate(taken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [None, LIMIT])
 def test_what_a_killed_process_had_is_given_back_by_who_waits(
     large_ctx: Any, timeout: Any, monkeypatch: pytest.MonkeyPatch
@@ -1148,6 +1156,7 @@ def test_who_comes_to_a_full_arena_gets_leases(ctx: Any) -> None:
     assert reap(in_child(get)) == 0
 
 
+@pytest.mark.slow
 def test_small_objects_of_many_processes_beside_a_full_arena_keep_nobody_from_leases(ctx: Any) -> None:
     """Each had memory for some before, and uses it."""
     there, others = ctx.Queue(), [ctx.Queue() for _ in range(6)]
@@ -1537,6 +1546,7 @@ def test_small_messages_between_parts_of_what_is_given_back_stay_within_the_capa
     assert resident(there) <= arena.capacity + MIB
 
 
+@pytest.mark.slow
 def test_a_get_that_waits_gives_all_idle_memory_back_as_soon_as_it_is_due(medium_ctx: Any) -> None:
     """Though each part takes long, as here: no look comes between them."""
     there, told = medium_ctx.Queue(), medium_ctx.Queue()
@@ -1597,6 +1607,7 @@ def test_calls_that_wait_for_each_other_come_to_workers_that_were_late_beside_a_
     del futures, full
 
 
+@pytest.mark.slow
 def test_leases_of_what_lay_beyond_the_capacity_pin_no_more_pages_than_the_budget() -> None:
     """They lie on copies within, in blocks that have pages of larger messages. So there is room for messages beside them."""
     ctx = small_context()
@@ -1714,6 +1725,7 @@ def test_puts_into_many_empty_queues_beside_one_that_fills_the_arena_share_their
     assert len(looks) < 20, "of 120 puts"
 
 
+@pytest.mark.slow
 def test_where_pages_are_locked_processes_with_messages_of_many_sizes_take_no_more_and_more(ctx: Any) -> None:
     """Nothing is given back there, but a process takes another's block before it makes one more."""
     full, children, largest = _filled(ctx), 6, 400_000
@@ -1750,6 +1762,7 @@ def test_puts_do_not_count_what_waits_once_the_arena_that_was_full_has_room(
     assert not counts
 
 
+@pytest.mark.slow
 def test_what_lay_beyond_the_capacity_does_not_for_long_when_another_queue_was_read(ctx: Any) -> None:
     """The memory that filled it was another process's, and lies free with that."""
     full, empty, (done, say_done) = ctx.Queue(), ctx.Queue(), os.pipe()
@@ -1792,6 +1805,7 @@ def test_a_message_lies_within_the_capacity_again_when_there_is_room(ctx: Any) -
     assert segment_at(empty.get(timeout=LIMIT).data_ptr())
 
 
+@pytest.mark.slow
 def test_what_is_let_go_at_once_after_the_last_queue_is_given_back_though_children_came_between() -> None:
     """They ended long ago: nobody would look again, as no queue is left."""
     there, got = tp.Queue(), []
@@ -1850,6 +1864,7 @@ def test_what_is_free_is_given_back_with_the_last_queue_though_another_process_k
             assert segment.resident < 2 * MIB
 
 
+@pytest.mark.slow
 def test_threads_put_while_others_take_their_memory_away(ctx: Any) -> None:
     """Nothing is ever in two messages: each arrives as it was."""
     queues, failed = [ctx.Queue() for _ in range(3)], []
@@ -1905,6 +1920,7 @@ def test_a_put_does_not_wait_for_the_memory_of_another_threads_large_one(
     assert sum(len(there.get(copy=True)) for _ in range(5)) == 13 * MIB + 103_100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [100, 3000, 5000])
 def test_puts_that_find_no_room_take_none(ctx: Any, nbytes: int) -> None:
     """However often they fail, what lies in the arena stays within its capacity."""
@@ -2135,6 +2151,7 @@ def test_a_search_for_room_goes_on_though_another_thread_puts_a_size_that_was_ne
     assert [(len(each), int(each[0])) for each in drained(there)[1:]] == [(nbytes, nbytes % 251) for nbytes in searched]
 
 
+@pytest.mark.slow
 def test_a_put_after_a_burst_makes_no_pages_of_what_was_given_back(large_ctx: Any) -> None:
     """It looks at which of the messages that lay beyond the pipe still wait: their memory has gone back."""
     there, beside, count = large_ctx.Queue(), large_ctx.Queue(), 20_000

@@ -540,6 +540,7 @@ print(got.data_ptr() % 16, got.sum().item(), len(seen))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "dtype", "size"), [(1, "uint8", 1), (3, "int16", 2), (1, "float32", 4), (2, "float32", 4)]
 )

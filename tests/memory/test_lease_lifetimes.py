@@ -230,6 +230,7 @@ def test_copy_false_of_what_has_no_memory_holds_none(ctx: Any, obj: Any) -> None
     assert type(got) is type(obj)
 
 
+@pytest.mark.slow
 def test_leases_of_many_processes_pin_no_more_than_the_capacity(ctx: Any) -> None:
     there, told, large = ctx.Queue(), ctx.Queue(), torch.ones(CAPACITY // 2 - (2 << 20), dtype=torch.uint8)
     resident = ctx.tensorpipe_attachment().arena.segment.resident

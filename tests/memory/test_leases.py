@@ -214,6 +214,7 @@ def test_what_gives_its_memory_back_is_free_whatever_ends_that(held: Any, monkey
     held.tensor()  # what was cut short keeps the arena until the next one goes
 
 
+@pytest.mark.slow
 def test_what_only_a_child_kept_is_free_wherever_an_exception_came(held: Any, child: Any, kill: Any) -> None:
     """A signal's handler may raise at any moment of the look that finds the child gone: the block is nobody's then."""
     point, goes_on = 0, True

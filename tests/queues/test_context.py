@@ -110,6 +110,7 @@ def use(ctx: Any, queues: Any, back: Any) -> None:
     back.put((same, segments(), tuple(x.shape), tuple(y.shape)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_child_has_the_same_arena_once(method: str) -> None:
     ctx = small_context(method)

@@ -317,6 +317,7 @@ def test_a_worker_killed_in_a_put_is_told_of_and_leaves_nothing(ctx: Any, after:
     assert left_in(ctx) == {}
 
 
+@pytest.mark.slow
 def test_epochs_with_fresh_workers_do_not_grow() -> None:
     """The last batch of each is alive when the next one's workers are forked, which keep it as long as they live."""
     ctx, resident, batch = small_context(), [], None

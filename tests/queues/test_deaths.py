@@ -260,6 +260,7 @@ def test_what_was_put_into_shared_memory_survives_its_producer(transport: str, p
     tp.Consumer("lasting").close()
 
 
+@pytest.mark.slow
 @ONLY_SHARED_MEMORY  # frames are nobody's but the receiver's
 def test_what_a_dead_consumer_held_comes_back(transport: str) -> None:
     """Consumers that are killed with leases and with messages in their queues do not use up the memory."""

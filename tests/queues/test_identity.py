@@ -337,6 +337,7 @@ def _put_records_of_complex_numbers(serializer: str) -> None:
     assert part[0, 0] == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serializer", ["raw", "numpy", "torch_save"])
 def test_arrays_of_complex_numbers_arrive_wherever_they_lie(serializer: str) -> None:
     """As behind a header of 8 bytes. torch's kernels load two halves at once there, and end the process."""
@@ -352,6 +353,7 @@ def _put_and_get_where_new_memory_is_filled(sent: torch.Tensor) -> None:
     assert len(there.get_many(2, timeout=LIMIT)) == 2
 
 
+@pytest.mark.slow
 def test_a_forked_child_narrows_and_restores_where_operations_are_deterministic() -> None:
     """torch fills what it makes then, by threads that are the parent's."""
     sent = torch.ones(512, 512)  # by these threads

@@ -43,6 +43,7 @@ for name in "context", "shared_memory", "spawn":
 """
 
 
+@pytest.mark.slow
 def test_there_is_one_of_each_module_of_multiprocessings() -> None:
     """A second one would have classes of its own, which are not what the first one raises and makes."""
     done = ran("-c", SUBMODULES)

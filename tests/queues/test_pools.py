@@ -116,6 +116,7 @@ def wait_for_gate(x: Any) -> Any:
         return x
 
 
+@pytest.mark.slow
 def test_a_pool_takes_tasks_from_an_iterable_as_its_workers_take_them(ctx: Any) -> None:
     gate, taken, sent = ctx.Lock(), [], torch.ones(SIZE)
     with ctx.Pool(2, stand_at, (gate,)) as pool:
@@ -139,6 +140,7 @@ def test_a_pool_that_ends_does_not_wait_for_what_a_worker_took(ctx: Any) -> None
     assert reading_end_of(tasks).recv() is None
 
 
+@pytest.mark.slow
 def test_a_pool_that_waits_for_room_for_a_task_can_be_terminated(ctx: Any) -> None:
     gate = ctx.Lock()
     with gate:

@@ -208,6 +208,7 @@ def test_a_user_who_has_used_up_his_pipes_waits_for_nothing(tmp_path: Path) -> N
     assert (done.status, done.out) == (0, "nobody waited\n"), done.err
 
 
+@pytest.mark.slow
 def test_100_mib_cross_where_dev_shm_has_64_kib(tmp_path: Path) -> None:
     """A container's small /dev/shm does not matter: nothing is put there."""
     done = ran_with_small_dev_shm(TINY_SHM, tmp_path)
@@ -797,6 +798,7 @@ def got_again(point: int) -> list[torch.Tensor] | None:
     return None
 
 
+@pytest.mark.slow
 def test_what_is_got_again_after_a_handlers_exception_keeps_its_arena_wherever_that_came() -> None:
     """Else another process takes its row for a dead one's, and frees what the tensor lies on."""
     before, kept = arenas_and_descriptors()[0], 0

@@ -52,6 +52,7 @@ def test_a_peer_timeout_without_an_end_is_inf() -> None:
     tp.Consumer("unused", peer_timeout=float("inf")).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [np.int64(1), np.float32(0.5), Fraction(1, 2)])
 def test_a_timeout_is_a_number_of_any_real_kind(timeout: Any) -> None:
     """Seconds that a program computed by NumPy are taken, as multiprocessing takes them, by queues and by ends."""

@@ -99,6 +99,7 @@ def test_all_who_wait_are_told_though_those_woken_first_are_killed_or_stopped(
         assert [reap(pid) for number, pid in enumerate(pids) if number % 4] == [0] * 6
 
 
+@pytest.mark.slow
 @strides(29, 97)
 def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits(step: int) -> None:
     """Also where nobody does anything with the queue any more."""
@@ -199,6 +200,7 @@ def test_no_put_succeeds_once_shutdown_has_returned() -> None:
         os.close(told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("maxsize", "waiting", "step"), [(0, 0, 1), (200, 0, 1), (0, 2 * CAPACITY, stride(7))])
 @pytest.mark.parametrize("many", [False, True])
 def test_no_put_succeeds_once_a_handler_within_it_has_shut_the_queue_down(

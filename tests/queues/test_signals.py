@@ -98,6 +98,7 @@ def test_ctrl_c_ends_a_waiting_close() -> None:
         assert list(consumer) == ["in flight"]
 
 
+@pytest.mark.slow
 def test_a_handler_that_does_nothing_disturbs_nothing() -> None:
     """20,000 messages while a thousand signals a second interrupt both ends: all arrive, once and in order."""
     ticks: list[int] = []

@@ -190,6 +190,7 @@ def left_by_a_taker_that_died(there: Queue, last: int) -> None:
     inner.words[inner.record.watch] = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [None, LIMIT])
 def test_what_a_taker_that_died_has_left_in_the_log_is_found(timeout: float | None) -> None:
     """By who waits, with no word of anybody else."""
@@ -212,6 +213,7 @@ def test_a_shutdown_holds_though_a_taker_that_died_has_cleared_the_flag_that_tel
             refused()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 300])
 def test_bursts_and_droughts_again_and_again_lose_nothing_and_keep_the_order(size: int) -> None:
     """Producers that fill a small pipe, consumers of each kind that drain it: each message comes once, in its order."""
@@ -394,6 +396,7 @@ def test_what_one_process_took_and_keeps_does_not_pile_up_with_who_puts() -> Non
         os.close(tell)
 
 
+@pytest.mark.slow
 def test_a_burst_beyond_the_pipe_costs_next_to_nothing_once_it_was_taken() -> None:
     """A put and a get make about as many calls as before: two more, which ask whether there was one."""
     there = Queue()

@@ -132,6 +132,7 @@ def test_trees_and_pickles_of_one_queue_may_alternate() -> None:
                 zoo.same(obj, got) if obj is not print else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serializer", ["raw", "numpy", "torch_save"])
 def test_tensors_of_ever_new_shapes_and_dtypes_come_as_they_were_sent(serializer: str) -> None:
     """More shapes than are remembered, twice over, by several queues in turn; and tensors that are not plain between them."""

@@ -313,6 +313,7 @@ assert sent.tolist() == [0, 7, 0, 0, 0], sent
 """
 
 
+@pytest.mark.slow
 def test_shared_by_name_it_needs_no_descriptor(tmp_path: Path) -> None:
     """With torch's strategy "file_system", writes are seen, too."""
     done = ran_in_fork("-c", BY_NAME, folder=tmp_path)

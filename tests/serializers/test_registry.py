@@ -333,6 +333,7 @@ print(os.waitpid(child, 0)[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_who_registers_may_fork_before_it_or_after(when: str) -> None:
     """The checks start none of torch's threads, which a forked child would wait for, and need none."""

@@ -167,6 +167,7 @@ def test_where_warnings_are_errors_what_torch_says_each_time_costs_no_message(mo
         assert TORCH_SAVE.decode(meta, memoryview(payload)).equal(torch.ones(3))
 
 
+@pytest.mark.slow
 def test_where_warnings_are_errors_every_layout_arrives_and_no_filter_is_touched() -> None:
     """torch says of some layouts that they are young or old, once in a process."""
     payloads = [TORCH_SAVE.encode(make()) for make in LAYOUTS.values()]

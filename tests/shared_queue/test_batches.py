@@ -165,6 +165,7 @@ def _looks_of_recovery(attachment: Attachment, monkeypatch: pytest.MonkeyPatch) 
     return len(looks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maxsize", [0, 100])
 @pytest.mark.parametrize("dies_in", ["get_many", "put_many"])
 def test_a_death_amid_many_takes_no_look_at_all_that_waits_for_each_of_them(
@@ -202,6 +203,7 @@ def test_the_death_of_a_process_with_threads_takes_no_look_at_all_that_waits_for
     check_whole(attachment, queue, payload)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
@@ -227,6 +229,7 @@ def test_an_exception_at_any_moment_of_get_many_loses_and_counts_what_it_had_in_
 
 
 # raised between open() and the with statement's own, which no code can be written to survive
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("maxsize", [0, 4])
 def test_an_exception_at_any_moment_of_put_many_leaves_all_or_none(

@@ -93,6 +93,7 @@ def test_a_queue_of_which_all_died_is_destroyed_by_whoever_next_looks(
     assert used(attachment) == 0
 
 
+@pytest.mark.slow
 @strides(11, 97)
 @pytest.mark.parametrize("end", ["put", "get"])
 def test_a_row_whose_queue_is_gone_is_finished_all_the_same(
@@ -153,6 +154,7 @@ def fail(*_: Any) -> None:
     raise MemoryError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maxsize", [0, 3])
 def test_an_exception_at_any_moment_of_close_has_the_next_close_go_on(
     attachment: Attachment, payload: Any, maxsize: int
@@ -175,6 +177,7 @@ def test_an_exception_at_any_moment_of_close_has_the_next_close_go_on(
         point += 1 if point < 100 else 37
 
 
+@pytest.mark.slow
 def test_an_exception_at_any_moment_of_recovery_leaves_the_dead_to_others(attachment: Attachment, payload: Any) -> None:
     """The dead process's row is free for any other process at once, and this one goes on with it at its next look."""
     queue = SharedMemoryQueue.create(attachment, 3)

@@ -148,6 +148,7 @@ PUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maxsize", [0, 4], ids=["unbounded", "bounded"])
 @pytest.mark.parametrize("way", PUTS)
 def test_every_put_takes_the_steps_of_the_protocol(

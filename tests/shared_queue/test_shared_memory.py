@@ -77,6 +77,7 @@ def test_maxsize_is_exact(attachment: Attachment, payload: Any, maxsize: int) ->
         queue.get(0)
 
 
+@pytest.mark.slow
 def test_an_unbounded_queue_takes_more_than_its_pipe_holds_and_keeps_the_order(
     attachment: Attachment, payload: Any
 ) -> None:
@@ -423,6 +424,7 @@ def test_an_exception_at_any_moment_of_get_loses_its_message_at_most_and_counts_
     assert 5 < point < STEPS - 10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("maxsize", [0, 2])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])

@@ -213,6 +213,7 @@ def test_join_does_not_wait_for_what_an_exception_inside_get_lost(
     assert attachment.recovery.lost() > lost
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("handler")
 def test_a_shutdown_that_drops_finishes_the_dropped_though_an_exception_came_in_another(
     attachment: Attachment, payload: Any

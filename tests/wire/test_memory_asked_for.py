@@ -173,6 +173,7 @@ SMALL: dict[str, Callable[[int], list[bytes]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_the_smallest_nodes_cost_a_bounded_number_of_bytes_each(name: str) -> None:
     """A tree of nothing but nodes: 1,200 bytes of Python objects each, plan and tree together, and not more."""

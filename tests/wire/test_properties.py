@@ -107,6 +107,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 trees = st.recursive(st.one_of(scalars, tensors(), arrays()), containers, max_leaves=12)
 
 
+@pytest.mark.slow
 @holds_for(trees, st.sampled_from([0, 1 << 16]), few=150, many=1500)
 def test_any_tree_comes_back(tree: Any, own: int) -> None:
     """Any tree of any leaves and keys arrives bit for bit."""

@@ -428,6 +428,7 @@ WIDE: dict[str, tuple[bytes, int]] = {  # a schema, and the bytes of its payload
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WIDE)
 def test_a_schema_costs_no_more_memory_than_it_counts_for(name: str) -> None:
     """Of what a peer has this process keep, the table of schemas knows the size: whatever the schema is made of."""

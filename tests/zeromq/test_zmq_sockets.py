@@ -52,6 +52,7 @@ def test_sockets_are_private_whatever_the_umask(umask: int, monkeypatch: pytest.
     assert os.listdir(runtime_folder()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o000], indirect=True)  # it is all that would keep it private meanwhile
 def test_a_socket_is_never_open_to_others(umask: int, tmp_path: Path) -> None:
     """Also in the moment between its making and its chmod: whoever looks all the time never sees it wider."""
