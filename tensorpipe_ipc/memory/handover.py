@@ -321,7 +321,7 @@ def values_and_frames(said: memoryview, sizes: list[int], payload: Any) -> tuple
         memoryview(bytearray(inline)) if place == INLINE else Frame(payload, place, size)
         for place, size in zip(places, sizes, strict=True)
     ]
-    return said[_LENGTH.size : start], frames if len(frames) > 1 else [frames[0][:]]
+    return said[_LENGTH.size : start], frames
 
 
 class Frame:

@@ -385,11 +385,10 @@ class Rows:
     def finished(self, row: int) -> None:
         """Nothing is left to do in this dead row, whose lock is held."""
         self.words[FINISHED + row] = self.words[INCARNATIONS + row]
-        self.words[row_word(row) + UNJUDGED] = 0
 
-    def leave_unjudged(self, row: int) -> None:
-        """Mark this dead row, whose lock is held: something was begun there in a queue that this process does not have."""
-        self.words[row_word(row) + UNJUDGED] = 1
+    def leave_unjudged(self, row: int, *, is_so: bool) -> None:
+        """Mark this dead row, whose lock is held, if something was begun there in a queue that this process does not have."""
+        self.words[row_word(row) + UNJUDGED] = int(is_so)
 
     def is_unjudged(self, row: int) -> bool:
         """Return whether a dead row is marked so: somebody could not finish it, and nobody has since."""

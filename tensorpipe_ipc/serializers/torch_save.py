@@ -63,7 +63,7 @@ class TorchSave:
             check_size(tensor, most)
             # A view would drag its whole storage into the file.
             if tensor.numel() * tensor.itemsize != tensor.untyped_storage().nbytes():
-                tensor = copied(tensor, straight(tensor).clone)
+                tensor = copied(tensor, lambda: straight(tensor).clone())
             check_memory(tensor)
             return describe(tensor), _save(tensor)
         return OPAQUE, _save(tensor.detach().cpu())

@@ -141,10 +141,9 @@ class Recovery:
                 in_doubt.add(self.words[record.purpose_word] >> 8)
         tasks.settle_dead(self.rows, row, in_doubt)  # whatever its children may still read
         done = self.arena.sweep(row, spared) and not spared
+        self.rows.leave_unjudged(row, is_so=bool(spared))
         if done:
             self.rows.finished(row)
-        elif spared:
-            self.rows.leave_unjudged(row)
         return done
 
     def _finish_record(self, row: int, record: Record, seen: dict[int, Seen]) -> None:

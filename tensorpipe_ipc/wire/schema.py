@@ -138,7 +138,7 @@ class Schema:
         opened = self._open()
         as_sent = arrival is AS_SENT and not opened.narrowed
         if as_sent and self._plan.is_leaf and len(frames) == 1 and not len(values):  # the most common tree: one tensor
-            return _decode(serializer, opened.metas[0], frames[0], own)
+            return _decode(serializer, opened.metas[0], frames[0][:], own)
         payloads = [frames[frame][start:end] if frame >= 0 else _NOTHING for frame, start, end in opened.places]
         return self._built(opened, values, payloads, serializer, own, arrival)
 

@@ -117,6 +117,8 @@ class Connector(FrameSocket):
         """Go on with other lines. They are exchanged in one step; what an exception then leaves to do ``_settle`` does."""
         self._is_settled = self._is_deferred = False
         has_ended = line is None and self._line is not None
+        if self._last is not None and last is not self._last:
+            self._last.reader.give_back_at_last()  # nobody looks there any more
         if line is not self._line:
             self.connection, self.routing = 0, b""
         self._line, self._last, self.reads_out = line, last, last.routing if last is not None else b""
@@ -244,6 +246,8 @@ class Connector(FrameSocket):
         """See FrameSocket."""
         line = self._line_to_read()
         self._is_silent = line is None or not line.has_unread()
+        if line is not None and self._is_silent:
+            line.reader.give_back_at_last()
         return not self._is_silent
 
     def has_unread(self, routing: bytes) -> bool:

@@ -178,6 +178,13 @@ def test_a_connector_to_another_hosts_binder_of_the_same_port_is_none_of_this_on
             ]
 
 
+def _of_connector(status: PublishedStatus, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """Return what is found where nobody but a connector is seen."""
+    with monkeypatch.context() as alone:
+        alone.setattr(attached, "published_statuses", lambda: iter([status]))
+        return _of(status.endpoint)
+
+
 def test_a_binder_that_is_not_seen_from_here_is_told_of_by_its_connector(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is on another host, where messages go in frames, as is well."""
     with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
@@ -185,9 +192,11 @@ def test_a_binder_that_is_not_seen_from_here_is_told_of_by_its_connector(monkeyp
             putting = in_thread(lambda: producer.put(1, PATIENCE))
             consumer.get(PATIENCE)
             putting()
-            connectors_alone = [status for status in published_statuses() if not status.binds]
-            monkeypatch.setattr(attached, "published_statuses", lambda: iter(connectors_alone))
-            binder, connector = _of(consumer.endpoint)
+            (status,) = [status for status in published_statuses() if not status.binds]
+            assert _of_connector(status, monkeypatch)[0].state is State.NO, "it would be seen, as it is on this host"
+            away = msgspec.structs.replace(status.peers[0].identity, boot="another host's")
+            status = msgspec.structs.replace(status, peers=(msgspec.structs.replace(status.peers[0], identity=away),))
+            binder, connector = _of_connector(status, monkeypatch)
             assert (binder.what, binder.state, connector.state) == ("bound by", State.OK, State.NOTE)
             assert binder.text.startswith(f"a consumer, pid {os.getpid()} on ")
             assert "waits" not in connector.text

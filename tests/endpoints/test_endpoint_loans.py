@@ -140,6 +140,28 @@ def test_of_what_was_got_together_none_is_moved_alone(
             assert kept.tolist() == [0, 1, 2, 3, 4], number
 
 
+@pytest.mark.parametrize("serializer", ["raw", "views"])
+def test_of_what_was_lent_together_none_is_moved_alone(
+    serializer: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor of tensors that are small enough to lie in one frame."""
+    monkeypatch.setitem(registered_serializers(), Views.name, Views())
+    shapes = {"larger": (10_000,), "smaller": (5_000,)}
+    with met(True, serializer=serializer) as (producer, consumer):
+        with producer.loan({name: tp.TensorSpec(shape) for name, shape in shapes.items()}, timeout=PATIENCE) as lent:
+            for tensor in lent.values():
+                tensor.fill_(1)
+        got: Any = consumer.get(PATIENCE)
+        kept = got["smaller"]
+        producer.put(got["larger"], PATIENCE, move=True)
+        del got
+        assert consumer.get(PATIENCE).sum() == 10_000
+        for _ in range(3):
+            producer.put({name: torch.full(shape, 7.0) for name, shape in shapes.items()}, PATIENCE)
+            assert consumer.get(PATIENCE)["smaller"].sum() == 35_000
+            assert kept.sum() == 5_000
+
+
 def test_without_a_consumer_nothing_is_lent(transport: str) -> None:
     """A loan waits for a consumer, which decides where the tensors lie, and raises Full if none comes.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
 from tensorpipe_ipc.endpoints import rendezvous_file
 from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, published_statuses
-from tensorpipe_ipc.process import Identity, is_alive, own_hosts
+from tensorpipe_ipc.process import Identity, identity, is_alive, own_hosts
 from tensorpipe_ipc.zeromq.address_claim import owner_of
 from tensorpipe_ipc.zeromq.addresses import Address, check_socket_file, parse
 
@@ -34,7 +34,8 @@ def findings(endpoint: str) -> Iterator[Finding]:
     binders, own = [status for status in ends if status.binds], {status.identity for status in ends}
     connectors = [status for status in ends if not status.binds]
     if not binders:
-        yield _unbound(address, next((peer for end in connectors for peer in end.peers), None))
+        away = (peer for end in connectors for peer in end.peers if not peer.identity.same_namespace(identity()))
+        yield _unbound(address, next(away, None))
     for binder in binders:
         yield Finding("bound by", State.OK, f"a {binder.role}, {_process(binder.identity)}{_file(address)}")
         if not binder.peers:
