@@ -631,7 +631,7 @@ class Round:
     def finish(self) -> None:
         """Drain, judge, and see that nothing is left."""
         inner = shared_queue_of(self.queue)
-        inner.attachment.recover_dead(tries_all=True)
+        inner.attachment.recover_dead()
         self.figures.forks += self.board[FORKS]
         consume(self.queue, 0, str(self.folder), until_empty=True)
         rest = journal(self.folder / "got0", JOURNAL_WORDS)
@@ -663,7 +663,7 @@ class Round:
         """Return the states of all blocks, with their holders."""
         inner = shared_queue_of(self.queue)
         inner.leases.settle()
-        inner.attachment.recover_dead(tries_all=True)
+        inner.attachment.recover_dead()
         inner.attachment.orphans.destroy_all()
         arena = inner.arena
         return {

@@ -37,7 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     shown: dict[tuple[Path, str], set[tuple[str, int]]] = defaultdict(set)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            values = {(name, id(value)) for name, value in item.callspec.params.items()}
+            values = {
+                (name, id(value)) for name, value in item.callspec.params.items()
+            }  # some have no hash, or no equality
             others = shown[item.path, item.originalname]
             if values <= others:
                 item.add_marker("slow")

@@ -391,7 +391,7 @@ class Rows:
         self.words[row_word(row) + UNJUDGED] = int(is_so)
 
     def is_unjudged(self, row: int) -> bool:
-        """Return whether a dead row is marked so: somebody could not finish it, and nobody has since."""
+        """Return whether a dead row is marked so, and nobody has judged it since."""
         return bool(self.words[row_word(row) + UNJUDGED])
 
     def unjudged(self) -> list[int]:

@@ -111,12 +111,12 @@ def plain(tensor: torch.Tensor, most: int = _ANY) -> torch.Tensor:
         check_memory(tensor)
         tensor = _to_cpu(tensor)
     tensor = tensor.detach()
+    if not (is_zero_tensor(tensor) or has_memory(tensor)):
+        raise UnsupportedLeaf(f"a tensor of shape {list(tensor.shape)} whose memory was let go (storage resized to 0)")
     if tensor.is_conj() or tensor.is_neg():
         tensor = copied(tensor, lambda: straight(tensor).resolve_conj().resolve_neg())
     if is_zero_tensor(tensor):
         return copied(tensor, tensor.clone)
-    if not has_memory(tensor):
-        raise UnsupportedLeaf(f"a tensor of shape {list(tensor.shape)} whose memory was let go (storage resized to 0)")
     if not tensor.is_contiguous() and dense_order(tensor) is None:
         return gathered(tensor, most)
     return tensor

@@ -68,39 +68,38 @@ class Attachment:
             if self.rows.incarnation > 1:  # a process died: its queues may be nobody's now
                 self.orphans.destroy_all()
 
-    def recover_dead(self, *, adopt_extents: bool = False, tries_all: bool = False) -> bool:
+    def recover_dead(self, *, adopt_extents: bool = False) -> bool:
         """Finish every dead row that this process can finish, and mark the others. Return whether all rows were looked at.
 
-        A marked row is left to processes that have a part in it: a try in vain holds its lock, and walks all memory.
+        A marked row is passed over as long as only others can finish it: a try in vain holds its lock, and walks all memory.
 
         Args:
             adopt_extents: take over their extents, too; for when memory is short.
-            tries_all: try the marked rows in any case: their queues may be nobody's by now.
         """
         if self.rows.is_recovering:  # another thread is at it
             return False
         owners = {row for *_, row in self.arena.all_extents()} if adopt_extents else set[int]()
-        rows = [row for row in self.rows.used() if row in owners or not self.rows.is_finished(row)]
-        marked = [row for row in rows if self.rows.is_unjudged(row)]
-        died = self._recover([row for row in rows if row not in marked], owners)
-        self._recover([row for row in marked if died or tries_all or self.recovery.has_part_in(row)], owners)
+        self._recover([row for row in self.rows.used() if row in owners or not self.rows.is_finished(row)], owners)
         return True
 
     def recover_marked(self) -> None:
-        """Finish the dead rows that others could not, as this process has a part in them.
+        """Finish the marked rows that are not others' to finish.
 
         A look at all rows costs more with each process, and one of all who wait does it. This costs next to nothing.
         """
-        self._recover([row for row in self.rows.unjudged() if self.recovery.has_part_in(row)])
+        self._recover(self.rows.unjudged())
 
-    def _recover(self, rows: list[int], owners: Collection[int] = ()) -> bool:
-        """Finish those rows whose processes are dead. Return whether one is finished that was not."""
-        died = sum(self._recover_one(row, inherits=row in owners) for row in rows) > 0  # each of them
+    def _recover(self, rows: list[int], owners: Collection[int] = ()) -> None:
+        """Finish those rows whose processes are dead."""
+        died = False
+        for row in rows:
+            if not (self.rows.is_unjudged(row) and self.recovery.is_left_to_others(row)):
+                died = self._recover_one(row, inherits=row in owners) or died
         if died:  # its queues may be nobody's now
             self.orphans.destroy_all()
-        return died
 
     def _recover_one(self, row: int, *, inherits: bool) -> bool:
+        """Return whether the row is finished that was not."""
         with self.rows.locked(row) as dead:
             was_finished = self.rows.is_finished(row)
             if not dead or not (was_finished or self.recovery.finish(row)):
@@ -114,16 +113,15 @@ class Attachment:
         self.arena.mind_idle(self._look_around)
 
     def _look_around(self) -> None:
-        self.recover_dead(tries_all=True)
+        self.recover_dead()
         self.destroy_left_queues()
         self.orphans.destroy_all()  # also those of a process that ended before it had a row
 
     def make_room(self, nbytes: int) -> None:
         """Free what can be freed, so that a message of ``nbytes`` finds room."""
+        self.recover_dead(adopt_extents=True)
         now = time.monotonic()
-        is_due = now >= self._destroy_again  # it walks all blocks: a wait for room makes room again and again
-        self.recover_dead(adopt_extents=True, tries_all=is_due)
-        if is_due:
+        if now >= self._destroy_again:  # it walks all blocks: a wait for room makes room again and again
             self._destroy_again = now + _PATIENCE
             self.orphans.destroy_all()
         self.leases.settle()
@@ -140,7 +138,7 @@ class Attachment:
 
     def _give_back(self) -> None:
         """Give back what is free. Each look at all queues walks all memory, so there is none but for those of the dead."""
-        self.recover_dead(tries_all=True)
+        self.recover_dead()
         self.leases.settle()
         self.arena.trim()
 

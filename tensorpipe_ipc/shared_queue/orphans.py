@@ -37,6 +37,11 @@ class Orphans:
         for start, kind, units in self.arena.unleased():
             yield from self.arena.blocks_that(start, kind, units, 15, (KEPT,))
 
+    def is_anothers(self, number: int) -> bool:
+        """Return whether another process has a queue, or is just destroying it."""
+        record = QueueRecord(self.arena, number)
+        return record.exists() and self.rows.is_locked(record.block)
+
     def destroy(self, number: int) -> bool:
         """Free what waits in a queue, and its record, if no process has the queue.
 

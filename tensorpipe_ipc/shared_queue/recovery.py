@@ -164,10 +164,12 @@ class Recovery:
         elif busy:
             raise InDoubt
 
-    def has_part_in(self, row: int) -> bool:
-        """Return whether a dead row has something that was begun in a queue of this process's."""
-        here = (each for each in self.rows.records(row) if self.words[each.purpose_word] >> 8 in self._queues)
-        return any(map(self._is_busy, here))
+    def is_left_to_others(self, row: int) -> bool:
+        """Return whether all that a dead row is yet to be judged for was begun in queues that only other processes have."""
+        queues = {self.words[each.purpose_word] >> 8 for each in self.rows.records(row) if self._is_busy(each)}
+        return bool(queues) and all(
+            number not in self._queues and self._orphans.is_anothers(number) for number in queues
+        )
 
     def _is_busy(self, record: Record) -> bool:
         runs = [slice(first, first + record.size) for first in (record.credit, record.ticket, record.given)]

@@ -23,11 +23,12 @@ from torch.storage import TypedStorage
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH, Dtype
-from tensorpipe_ipc.wire.layout import overlaps
+from tensorpipe_ipc.wire.layout import BULK, overlaps
+from tensorpipe_ipc.wire.room import see_room_to_take
 from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, METADATA, Op, Registered, is_too_nested
 from tensorpipe_ipc.wire.threads import alone_in_a_child
 
-__all__ = ["Plan", "array_of"]
+__all__ = ["Plan", "array_of", "cloned"]
 
 Buffer = bytes | memoryview
 Build = Callable[[Iterator[torch.Tensor], Iterator[Any]], Any]
@@ -439,11 +440,18 @@ def _dense(leaf: torch.Tensor) -> torch.Tensor:
 def _storage(leaf: torch.Tensor) -> torch.UntypedStorage:
     """Return the storage of a leaf that is all of it: a serializer may have decoded to a part of a larger memory."""
     storage = _dense(leaf).untyped_storage()
-    return storage if storage.nbytes() == leaf.nbytes else _cloned(leaf).untyped_storage()
+    return storage if storage.nbytes() == leaf.nbytes else cloned(leaf).untyped_storage()
 
 
 @alone_in_a_child
-def _cloned(leaf: torch.Tensor) -> torch.Tensor:
+def cloned(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a leaf.
+
+    Raises:
+        OutOfMemory: there is no memory for it.
+    """
+    if leaf.nbytes >= BULK:
+        see_room_to_take(leaf.nbytes)
     return leaf.clone()
 
 

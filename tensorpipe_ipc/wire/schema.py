@@ -32,10 +32,9 @@ from tensorpipe_ipc.wire.direct import mark, mark_all
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST, Dtype
 from tensorpipe_ipc.wire.layout import BULK, LEASE_FROM, layout, places_of
 from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, unpack_meta
-from tensorpipe_ipc.wire.rebuild import Plan
+from tensorpipe_ipc.wire.rebuild import Plan, cloned
 from tensorpipe_ipc.wire.room import see_room_to_take
 from tensorpipe_ipc.wire.spec import MAX_NODES, Op
-from tensorpipe_ipc.wire.threads import alone_in_a_child
 
 __all__ = ["ALIAS", "Decoder", "Schema", "keep", "schema_of"]
 
@@ -441,14 +440,7 @@ def _decode(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int
         mark(tensor)
     if size > own or not serializer.zero_copy:
         return tensor
-    if size >= BULK:
-        see_room_to_take(size)
-    return _clone(tensor)
-
-
-@alone_in_a_child
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone()
+    return cloned(tensor)
 
 
 def _address(payload: memoryview) -> int:
@@ -462,7 +454,7 @@ def _address(payload: memoryview) -> int:
 def _span(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int) -> torch.Tensor:
     """Memory that is all of its storage, for views count from there."""
     span = _decode(serializer, meta, payload, own)
-    return span if span.is_contiguous() and span.untyped_storage().nbytes() == span.nbytes else _clone(span)
+    return span if span.is_contiguous() and span.untyped_storage().nbytes() == span.nbytes else cloned(span)
 
 
 def _view(span: torch.Tensor, leaf: LeafMeta, *, restored: bool = False) -> torch.Tensor:

@@ -1012,6 +1012,47 @@ def test_what_only_another_process_can_finish_is_left_to_it(monkeypatch: pytest.
         os.close(end)
 
 
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
+def test_what_only_another_process_could_finish_is_anybodys_once_nobody_has_the_queue(end: signal.Signals) -> None:
+    """Asking for statistics is enough. The other process was killed, or has dropped the queue and lives."""
+    mine, (told, tell) = Queue(), os.pipe()
+
+    def get_and_die(there: Queue) -> None:
+        inner, taken = shared_queue_of(there), list[tuple[int, int]]()
+        assert inner.credits is not None
+        give, operations = inner.credits.give, open_queue_of(inner).operations
+
+        def give_and_note(buffers: Any) -> None:
+            taken.extend((each.ticket, inner.words[each.ticket]) for each in operations)
+            give(buffers)
+
+        inner.credits.give = give_and_note  # type: ignore[method-assign]
+        tensor = there.get(copy=False)
+        for word, ticket in taken:  # as if it had died within, when the lease was made
+            inner.words[word] = ticket
+        os.kill(os.getpid(), signal.SIGKILL)
+        del tensor
+
+    def have_a_queue_that_a_dead_one_has_used() -> None:
+        there = Queue(maxsize=1)
+        there.put(torch.zeros(50_000))
+        reap(in_child(functools.partial(get_and_die, there)))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        del there
+        gc.collect()
+        os.read(told, 1)
+
+    other = in_child(have_a_queue_that_a_dead_one_has_used)
+    os.waitpid(other, os.WUNTRACED)
+    assert [holder.nbytes >= 200_000 for holder in mine.statistics().holders] == [True]
+    os.kill(other, end)
+    wait_until(lambda: not mine.statistics().holders)
+    os.write(tell, b"x")
+    assert reap(other) == (0 if end == signal.SIGCONT else -signal.SIGKILL)
+    for each in (told, tell):
+        os.close(each)
+
+
 def test_a_dead_ones_place_is_found_beside_puts_that_wait_for_another_queue() -> None:
     """Threads that wait for a queue look for the dead, but cannot finish what was begun in a queue that they do not have."""
     full = Queue(maxsize=1)

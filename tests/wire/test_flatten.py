@@ -44,6 +44,13 @@ def _resized(offset: int = 0) -> torch.Tensor:
     return tensor
 
 
+def _resized_conjugates() -> tuple[torch.Tensor, torch.Tensor]:
+    tensor = torch.ones(9, dtype=torch.complex64)[4:].conj()
+    both = tensor, tensor.imag  # which has the negative bit
+    tensor.untyped_storage().resize_(0)
+    return both
+
+
 REFUSED = [
     (object(), "builtins.object cannot travel .*nothing is pickled there.* use a Queue"),
     (len, "builtin_function_or_method cannot travel"),
@@ -89,6 +96,8 @@ REFUSED = [
     (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"quantized tensor; send .int_repr\(\)"),
     (_resized(), r"shape \[5\] whose memory was let go"),
     (_resized(1000), r"shape \[5\] whose memory was let go"),
+    (_resized_conjugates()[0], r"shape \[5\] whose memory was let go"),
+    (_resized_conjugates()[1], r"shape \[5\] whose memory was let go"),
     (torch.nn.Parameter(_resized(4)), r"shape \[5\] whose memory was let go"),
     ({object(): 1}, "a dict key is a object; keys may be str"),
     ({1j: 1}, "is a complex; keys may be"),
