@@ -1015,7 +1015,7 @@ def test_what_only_another_process_can_finish_is_left_to_it(monkeypatch: pytest.
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
 def test_what_only_another_process_could_finish_is_anybodys_once_nobody_has_the_queue(end: signal.Signals) -> None:
     """Asking for statistics is enough. The other process was killed, or has dropped the queue and lives."""
-    mine, (told, tell) = Queue(), os.pipe()
+    mine, (told, tell), sent = Queue(), os.pipe(), torch.zeros(50_000)
 
     def get_and_die(there: Queue) -> None:
         inner, taken = shared_queue_of(there), list[tuple[int, int]]()
@@ -1035,7 +1035,7 @@ def test_what_only_another_process_could_finish_is_anybodys_once_nobody_has_the_
 
     def have_a_queue_that_a_dead_one_has_used() -> None:
         there = Queue(maxsize=1)
-        there.put(torch.zeros(50_000))
+        there.put(sent)
         reap(in_child(functools.partial(get_and_die, there)))
         os.kill(os.getpid(), signal.SIGSTOP)
         del there
