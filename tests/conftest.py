@@ -37,9 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     shown: dict[tuple[Path, str], set[tuple[str, int]]] = defaultdict(set)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            values = {
-                (name, id(value)) for name, value in item.callspec.params.items()
-            }  # some have no hash, or no equality
+            # By identity: some have no hash, or no equality.
+            values = {(name, id(value)) for name, value in item.callspec.params.items()}
             others = shown[item.path, item.originalname]
             if values <= others:
                 item.add_marker("slow")

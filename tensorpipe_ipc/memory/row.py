@@ -16,9 +16,9 @@ it is a put or a get, and is stored before the words are first used. Operations 
 lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
 it did, for queues that can be joined (shared_queue/tasks.py). A record whose tally is not zero is left to its queue.
 *Answers* say to whom of those who offer device blocks what: see on_device.py. *Untracked* is 1 once a child was forked
-for which no descriptor was left: rows.py. *Unfinished* is 1 once its process was found dead, and not all of it could be
-finished. *Hazards* are memory/extents.py's: one for each operation, and two more. *Reserved* is memory that the process is
-about to have (arena.py).
+for which no descriptor was left: rows.py. *Unjudged* is not 0 once its process was found dead, and something was begun
+there that only others can judge: rows.py. *Hazards* are memory/extents.py's: one for each operation, and two more.
+*Reserved* is memory that the process is about to have (arena.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ __all__ = [
     "ROWS_END",
     "SINGLES",
     "STARTED",
+    "SWEPT",
     "UNJUDGED",
+    "UNSWEPT",
     "UNTRACKED",
     "WAITS",
     "FORK_MARKERS",
@@ -74,6 +76,7 @@ ROWS_END = _ROWS_START + MAX_ROWS * _ROW_BYTES
 
 # words of a row
 INCARNATION, PID, STARTED, NAMESPACE, LOST, UNTRACKED, UNJUDGED = range(7)
+SWEPT, UNSWEPT = 1, 2  # of UNJUDGED: whether all else that the dead process had is free
 FORK_MARKERS = 1 << 16  # forks of a process that are told apart: a lock for each, on the bytes after the row's first
 RESERVED = 8
 PURPOSES = 16

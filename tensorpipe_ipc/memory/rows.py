@@ -67,7 +67,9 @@ from tensorpipe_ipc.memory.row import (
     PURPOSES,
     SINGLES,
     STARTED,
+    SWEPT,
     UNJUDGED,
+    UNSWEPT,
     UNTRACKED,
     Operation,
     Record,
@@ -386,17 +388,22 @@ class Rows:
         """Nothing is left to do in this dead row, whose lock is held."""
         self.words[FINISHED + row] = self.words[INCARNATIONS + row]
 
-    def leave_unjudged(self, row: int, *, is_so: bool) -> None:
-        """Mark this dead row, whose lock is held, if something was begun there in a queue that this process does not have."""
-        self.words[row_word(row) + UNJUDGED] = int(is_so)
+    def leave_unjudged(self, row: int, *, is_so: bool, is_swept: bool) -> None:
+        """Mark this dead row, whose lock is held, if something was begun there that this process cannot judge.
 
-    def is_unjudged(self, row: int) -> bool:
-        """Return whether a dead row is marked so, and nobody has judged it since."""
-        return bool(self.words[row_word(row) + UNJUDGED])
+        Args:
+            is_so: whether there is; else the mark goes.
+            is_swept: whether all else that its process had is free.
+        """
+        self.words[row_word(row) + UNJUDGED] = (SWEPT if is_swept else UNSWEPT) if is_so else 0
+
+    def is_swept(self, row: int) -> bool:
+        """Return whether a dead row is marked, and nothing else is left to do there."""
+        return self.words[row_word(row) + UNJUDGED] == SWEPT
 
     def unjudged(self) -> list[int]:
-        """Return the dead rows that are marked so."""
-        return [row for row in self.used() if self.is_unjudged(row)]
+        """Return the dead rows that are marked, and that nobody has judged since."""
+        return [row for row in self.used() if self.words[row_word(row) + UNJUDGED]]
 
     @contextlib.contextmanager
     def locked(self, row: int) -> Iterator[bool]:

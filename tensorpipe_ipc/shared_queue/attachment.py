@@ -10,7 +10,7 @@ import errno
 import os
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from multiprocessing import context
 from typing import Any
 
@@ -69,9 +69,9 @@ class Attachment:
                 self.orphans.destroy_all()
 
     def recover_dead(self, *, adopt_extents: bool = False) -> bool:
-        """Finish every dead row that this process can finish, and mark the others. Return whether all rows were looked at.
+        """Finish every dead row that this process can finish. Return whether all rows were looked at.
 
-        A marked row is passed over as long as only others can finish it: a try in vain holds its lock, and walks all memory.
+        One of which only others can finish the rest is passed over: a try in vain holds its lock, and walks all memory.
 
         Args:
             adopt_extents: take over their extents, too; for when memory is short.
@@ -79,22 +79,23 @@ class Attachment:
         if self.rows.is_recovering:  # another thread is at it
             return False
         owners = {row for *_, row in self.arena.all_extents()} if adopt_extents else set[int]()
-        self._recover([row for row in self.rows.used() if row in owners or not self.rows.is_finished(row)], owners)
+        rows = (row for row in self.rows.used() if row in owners or not self.rows.is_finished(row))
+        is_left = self.recovery.is_left_to_others
+        self._recover((row for row in rows if not (self.rows.is_swept(row) and is_left(row))), owners)
         return True
 
     def recover_marked(self) -> None:
-        """Finish the marked rows that are not others' to finish.
+        """Finish the dead rows of which others could not finish the rest, and this process can.
 
         A look at all rows costs more with each process, and one of all who wait does it. This costs next to nothing.
         """
-        self._recover(self.rows.unjudged())
+        self._recover(row for row in self.rows.unjudged() if not self.recovery.is_left_to_others(row))
 
-    def _recover(self, rows: list[int], owners: Collection[int] = ()) -> None:
+    def _recover(self, rows: Iterable[int], owners: Collection[int] = ()) -> None:
         """Finish those rows whose processes are dead."""
         died = False
         for row in rows:
-            if not (self.rows.is_unjudged(row) and self.recovery.is_left_to_others(row)):
-                died = self._recover_one(row, inherits=row in owners) or died
+            died = self._recover_one(row, inherits=row in owners) or died
         if died:  # its queues may be nobody's now
             self.orphans.destroy_all()
 

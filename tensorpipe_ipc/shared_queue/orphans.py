@@ -38,7 +38,7 @@ class Orphans:
             yield from self.arena.blocks_that(start, kind, units, 15, (KEPT,))
 
     def is_anothers(self, number: int) -> bool:
-        """Return whether another process has a queue, or is just destroying it."""
+        """Return whether another process has a queue that this one has not, or is just destroying it."""
         record = QueueRecord(self.arena, number)
         return record.exists() and self.rows.is_locked(record.block)
 

@@ -140,11 +140,12 @@ class Recovery:
                 spared.update(block_of(self.words[record.ticket + i]) for i in range(record.size))
                 in_doubt.add(self.words[record.purpose_word] >> 8)
         tasks.settle_dead(self.rows, row, in_doubt)  # whatever its children may still read
-        done = self.arena.sweep(row, spared) and not spared
-        self.rows.leave_unjudged(row, is_so=bool(spared))
-        if done:
+        is_swept = self.arena.sweep(row, spared)
+        self.rows.leave_unjudged(row, is_so=bool(spared), is_swept=is_swept)
+        is_done = is_swept and not spared
+        if is_done:
             self.rows.finished(row)
-        return done
+        return is_done
 
     def _finish_record(self, row: int, record: Record, seen: dict[int, Seen]) -> None:
         words, purpose = self.words, self.words[record.purpose_word]

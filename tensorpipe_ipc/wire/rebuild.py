@@ -440,18 +440,18 @@ def _dense(leaf: torch.Tensor) -> torch.Tensor:
 def _storage(leaf: torch.Tensor) -> torch.UntypedStorage:
     """Return the storage of a leaf that is all of it: a serializer may have decoded to a part of a larger memory."""
     storage = _dense(leaf).untyped_storage()
-    return storage if storage.nbytes() == leaf.nbytes else cloned(leaf).untyped_storage()
+    return storage if storage.nbytes() == leaf.nbytes else cloned(leaf, leaf.nbytes).untyped_storage()
 
 
 @alone_in_a_child
-def cloned(leaf: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a leaf.
+def cloned(leaf: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Return a copy of a leaf, of which so many bytes came: a sparse one does not say so itself.
 
     Raises:
         OutOfMemory: there is no memory for it.
     """
-    if leaf.nbytes >= BULK:
-        see_room_to_take(leaf.nbytes)
+    if nbytes >= BULK:
+        see_room_to_take(nbytes)
     return leaf.clone()
 
 

@@ -440,7 +440,7 @@ def _decode(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int
         mark(tensor)
     if size > own or not serializer.zero_copy:
         return tensor
-    return cloned(tensor)
+    return cloned(tensor, size)
 
 
 def _address(payload: memoryview) -> int:
@@ -454,7 +454,9 @@ def _address(payload: memoryview) -> int:
 def _span(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int) -> torch.Tensor:
     """Memory that is all of its storage, for views count from there."""
     span = _decode(serializer, meta, payload, own)
-    return span if span.is_contiguous() and span.untyped_storage().nbytes() == span.nbytes else cloned(span)
+    return (
+        span if span.is_contiguous() and span.untyped_storage().nbytes() == span.nbytes else cloned(span, len(payload))
+    )
 
 
 def _view(span: torch.Tensor, leaf: LeafMeta, *, restored: bool = False) -> torch.Tensor:

@@ -152,6 +152,39 @@ def test_of_what_was_got_together_none_is_moved_alone(
             assert kept.sum() == 5_000
 
 
+class Sparse(Views):
+    """The same of sparse tensors: their indices, and then their values."""
+
+    name = "sparse"
+    shape = (1_000_000, 1_000_000)
+
+    def encode(self, tensor: torch.Tensor) -> tuple[Any, Any]:
+        parts = tensor.coalesce().indices(), tensor.coalesce().values()
+        return tp.OPAQUE, b"".join(part.numpy().tobytes() for part in parts)
+
+    def decode(self, meta: Any, payload: memoryview) -> torch.Tensor:
+        count = len(payload) // 20
+        numbers = torch.frombuffer(bytearray(payload) if payload.readonly else payload, dtype=torch.uint8)
+        indices = numbers[: 16 * count].view(torch.int64).view(2, count)
+        values = numbers[16 * count :].view(torch.float32)
+        return torch.sparse_coo_tensor(indices, values, self.shape, check_invariants=False)
+
+
+@pytest.mark.parametrize("copy", ["auto", True])
+def test_a_users_serializer_makes_sparse_tensors_on_what_came(
+    copy: Any, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copied where that is asked for. Their own bytes are not those of all that they stand for."""
+    monkeypatch.setitem(registered_serializers(), Sparse.name, Sparse())
+    places, values = torch.arange(20_000).repeat(2, 1), torch.ones(20_000)
+    sent = torch.sparse_coo_tensor(places, values, Sparse.shape, check_invariants=False).coalesce()
+    with met(True, serializer="sparse", copy=copy) as (producer, consumer):
+        producer.put(sent, PATIENCE)
+        got = consumer.get(PATIENCE).coalesce()
+    assert torch.equal(got.indices(), sent.indices())
+    assert torch.equal(got.values(), sent.values())
+
+
 def test_without_a_consumer_nothing_is_lent(transport: str) -> None:
     """A loan waits for a consumer, which decides where the tensors lie, and raises Full if none comes.
 

@@ -1053,6 +1053,41 @@ def test_what_only_another_process_could_finish_is_anybodys_once_nobody_has_the_
         os.close(each)
 
 
+def test_what_a_dead_process_held_is_freed_though_only_another_can_finish_what_it_put() -> None:
+    """A child of it read that when somebody looked first. That look is not the last."""
+    mine, (told, tell) = Queue(), os.pipe()
+    mine.put(torch.zeros(50_000))
+
+    def have_a_queue_that_a_dead_one_has_used() -> None:
+        there = Queue(maxsize=1)
+
+        def hold_and_fork_and_die() -> None:
+            tensor = mine.get(copy=False)
+            os.write(tell, in_child(signal.pause).to_bytes(4, "little"))
+            shared_queue_of(there).puts._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            there.put(0)
+            del tensor
+
+        reap(in_child(hold_and_fork_and_die))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    other = in_child(have_a_queue_that_a_dead_one_has_used)
+    os.waitpid(other, os.WUNTRACED)
+    heir = int.from_bytes(os.read(told, 4), "little")
+
+    def held() -> int:
+        return sum(holder.nbytes for holder in mine.statistics().holders)
+
+    assert held() >= 200_000
+    os.kill(heir, signal.SIGKILL)
+    wait_until(lambda: held() < 200_000)
+    os.kill(other, signal.SIGKILL)
+    assert reap(other) == -signal.SIGKILL
+    wait_until(lambda: not mine.statistics().holders)
+    for end in (told, tell):
+        os.close(end)
+
+
 def test_a_dead_ones_place_is_found_beside_puts_that_wait_for_another_queue() -> None:
     """Threads that wait for a queue look for the dead, but cannot finish what was begun in a queue that they do not have."""
     full = Queue(maxsize=1)

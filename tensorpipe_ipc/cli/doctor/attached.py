@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import psutil
+
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
 from tensorpipe_ipc.endpoints import rendezvous_file
 from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, published_statuses
@@ -34,8 +36,11 @@ def findings(endpoint: str) -> Iterator[Finding]:
     binders, own = [status for status in ends if status.binds], {status.identity for status in ends}
     connectors = [status for status in ends if not status.binds]
     if not binders:
-        away = (peer for end in connectors for peer in end.peers if not peer.identity.same_namespace(identity()))
-        yield _unbound(address, next(away, None))
+        is_open, here = _is_open(address), identity()
+        peers = (peer for end in connectors for peer in end.peers)
+        yield _unbound(
+            address, next((each for each in peers if is_open or not each.identity.same_namespace(here)), None), is_open
+        )
     for binder in binders:
         yield Finding("bound by", State.OK, f"a {binder.role}, {_process(binder.identity)}{_file(address)}")
         if not binder.peers:
@@ -57,14 +62,32 @@ def _is_here(host: str) -> bool:
     return host in _ALL_HOSTS or name.startswith("127.") or name in own_hosts()
 
 
-def _unbound(address: Address, peer: Attached | None) -> Finding:
+def _is_open(address: Address) -> bool:
+    """Return whether a process of this host, of whatever user, has a tcp port open for others, as the kernel says."""
+    host, _, port = address.text.rpartition(":")
+    if address.scheme != "tcp" or not _is_here(host):
+        return False
+    try:
+        sockets = psutil.net_connections("tcp")
+    except (OSError, psutil.Error):  # no /proc
+        return False
+    return any(each.status == psutil.CONN_LISTEN and each.laddr and str(each.laddr.port) == port for each in sockets)
+
+
+def _unbound(address: Address, peer: Attached | None, is_open: bool) -> Finding:
+    """Say what of a binder is known where its own status is not seen.
+
+    Args:
+        peer: what a connector that is attached to it says of it.
+        is_open: whether the kernel knows of somebody.
+    """
     if peer is not None:
         who = f"a {peer.role}, {peer.identity}, as a connector says"
         return Finding("bound by", State.OK, f"{who}; no program here has {address.text} open: ask there")
     owner = owner_of(address.path) if address.path and check_socket_file(address.path) else None
-    if owner is None:
+    if owner is None and not is_open:
         return Finding("bound by", State.NO, f"nobody: no program has {address.text} open for others to connect to")
-    who = f"pid {owner}" if owner > 0 else "a process that does not answer"
+    who = "a process" if owner is None else f"pid {owner}" if owner > 0 else "a process that does not answer"
     return Finding(
         "bound by", State.NO, f"{who}, which is no end of ours, or in another container or user's: ask there"
     )
