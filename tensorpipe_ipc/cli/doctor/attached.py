@@ -83,7 +83,7 @@ def _unbound(address: Address, peer: Attached | None, is_open: bool) -> Finding:
     """
     if peer is not None:
         who = f"a {peer.role}, {peer.identity}, as a connector says"
-        return Finding("bound by", State.OK, f"{who}; no program here has {address.text} open: ask there")
+        return Finding("bound by", State.OK, f"{who}; its status cannot be read from here: ask there")
     owner = owner_of(address.path) if address.path and check_socket_file(address.path) else None
     if owner is None and not is_open:
         return Finding("bound by", State.NO, f"nobody: no program has {address.text} open for others to connect to")
