@@ -468,9 +468,11 @@ class Stream:
 
     def owes_telling(self, consumer: End, producers: list[End]) -> bool:
         """Return whether a consumer must still be told that its stream has ended."""
-        if producers or not consumer.lives or not consumer.pending:
-            return False
-        return not self.kind.counts or len(consumer.pending) % self.kind.producers == 0
+        return not producers and consumer.lives and self.is_owed(consumer)
+
+    def is_owed(self, consumer: End) -> bool:
+        """Return whether a consumer has met producers whose end it must be told, once they are gone."""
+        return bool(consumer.pending) and (not self.kind.counts or len(consumer.pending) % self.kind.producers == 0)
 
     def see_to_progress(self) -> None:
         """Messages pass, where both sides are there."""
@@ -541,9 +543,10 @@ class Stream:
     # ---- the end ----
 
     def close_all(self, role: str) -> None:
-        """Have all of one side close by themselves. So does one that is to fail, and that waits for a consumer: none comes."""
+        """Have all of one side close by themselves. So does one that is to fail, and that waits for another end: none comes."""
+        others = self.of("got" if role == "put" else "put")
         for end in self.of(role):
-            waits = role == "put" and end.how == "raise" and end.waits and not self.of("got")
+            waits = end.how == "raise" and end.waits and not others and not self.is_owed(end)
             if not end.how or waits and end.words[STATE] == OPEN:
                 end.end("close")
 
