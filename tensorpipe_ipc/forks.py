@@ -3,17 +3,26 @@
 A child gets a copy of every descriptor. Of one that another thread is just opening, the child knows nothing: it would keep the
 file, and its locks, for as long as it lives. So ``no_fork`` is held from the opening until the descriptor is noted down. A fork
 waits for it, for microseconds. Only where a port is bound that is in use, it waits up to 0.1 s.
+
+A child has another lock. A thread that holds its parent's may have forked it, in a signal's handler, and may never come back
+from there to let go.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import os
 import threading
 from collections.abc import Callable
 
 __all__ = ["call_all", "no_fork", "watch"]
 
-_forking = threading.RLock()
+_lock = [threading.RLock()]  # this process's
+_locks = map(_lock.__getitem__, itertools.repeat(0))
+_acquire = functools.partial(next, map(operator.methodcaller("acquire"), _locks))
+_release = functools.partial(next, map(operator.methodcaller("release"), _locks))
 _before: list[Callable[[], None]] = []
 _in_parent: list[Callable[[], None]] = []
 _in_child: list[Callable[[], None]] = []
@@ -32,11 +41,11 @@ def no_fork() -> threading.RLock:
             )
         # Around these, and in C: an exception within would keep all other threads from forking for good.
         for _ in range(2):
-            os.register_at_fork(
-                before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release
-            )
+            os.register_at_fork(before=_acquire, after_in_parent=_release, after_in_child=_release)
+        for _ in range(2):
+            os.register_at_fork(after_in_child=lambda: _lock.__setitem__(0, threading.RLock()))
         _registered.append(True)  # last: an exception of a handler before it, or another thread, has it done twice
-    return _forking
+    return _lock[0]
 
 
 def watch(

@@ -28,6 +28,7 @@ __all__ = [
     "memfds",
     "memory",
     "open_files",
+    "open_ports",
     "own_hosts",
     "peak_rss",
     "process_key",
@@ -117,6 +118,14 @@ def own_hosts() -> set[str]:
     """Return the names and addresses of this host, as far as it knows them by itself."""
     addresses = (each.address for interface in psutil.net_if_addrs().values() for each in interface)
     return {"localhost", socket.gethostname(), *(address.partition("%")[0] for address in addresses)}
+
+
+def open_ports() -> Iterator[tuple[str, int]]:
+    """Yield the addresses and tcp ports that processes of this host, of whatever user, have open for others to connect to."""
+    with contextlib.suppress(OSError, psutil.Error):  # no /proc
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr:
+                yield each.laddr.ip, each.laddr.port
 
 
 def is_alive(process: Identity) -> bool:

@@ -25,7 +25,7 @@ from tensorpipe_ipc.endpoints.sender import Sender
 from tensorpipe_ipc.memory import arena as arena_module
 from tensorpipe_ipc.memory import barrier, handover
 from tensorpipe_ipc.memory.arena import Arena
-from tensorpipe_ipc.memory.leases import Leases
+from tensorpipe_ipc.memory.leases import Leases, _holding
 from tensorpipe_ipc.memory.row import PUT, Operation
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import Identity, process_key
@@ -60,6 +60,7 @@ __all__ = [
     "is_in_use",
     "is_in_use_here",
     "keep_spare",
+    "leases_here",
     "leave_addresses",
     "lent_blocks",
     "lists_of",
@@ -353,6 +354,11 @@ def is_in_use_here(end: Any) -> bool:
 def is_in_use(end: Any) -> bool:
     """Return whether a thread is within a call of an end. To ask the end itself may make that thread's call the second."""
     return repr(end._guard._lock).startswith("<locked")
+
+
+def leases_here() -> int:
+    """Return how many leases this process has."""
+    return sum(len(leases.live) for leases in list(_holding))
 
 
 def lists_of(arena: Arena) -> tuple[Any, ...]:

@@ -12,16 +12,18 @@ import torch
 import zoo
 from children import in_thread
 from exchange import parts, received, sent
-from inside import zeros_without_memory
+from inside import registered_serializers, zeros_without_memory
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.serializers.conformance import Checked
 from tensorpipe_ipc.serializers.narrowing import Narrowing, narrowing
 from tensorpipe_ipc.serializers.raw import Raw
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.message import encode
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 
+LIMIT = 20  # seconds
 LARGE = 100_000  # items: in float16, too, a payload of its own frame
 EPS = {"float16": 2**-11, "bfloat16": 2**-8, "float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}
 
@@ -401,3 +403,36 @@ def test_overflows_of_a_large_tensor_with_gaps_are_counted_once(shape: tuple[int
     queue.put(sent)
     assert int(torch.isinf(queue.get(timeout=20)).sum()) == 3
     assert queue.statistics().overflowed == 3
+
+
+class Passing:
+    """A user's serializer, whose payload is what raw makes: a view of the tensor's memory."""
+
+    name, zero_copy = "passing", True
+
+    def __init__(self) -> None:
+        self.raw = Raw()
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        return self.raw.encode(tensor)
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        return self.raw.decode(meta, payload)
+
+
+@pytest.mark.parametrize("items", [20, LARGE])
+@pytest.mark.parametrize("kind", ["one", "dict", "views"])
+def test_what_a_users_serializer_shows_of_a_narrow_tensor_is_kept_until_it_was_read(
+    kind: str, items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The narrow one is the library's own, and nobody else has it."""
+    monkeypatch.setitem(registered_serializers(), Passing.name, Checked(Passing()))
+    there = tp.Queue(serializer="passing", wire_dtype=torch.float16)
+    for first in range(10):
+        tensors = [torch.arange(first, first + items) % 100 / 4 for _ in range(8)]
+        if kind == "views":
+            tensors = [view for each in tensors for view in each.split(items // 2)]
+        there.put({"one": tensors[0], "dict": dict(enumerate(tensors)), "views": tensors}[kind])
+        got = there.get(timeout=LIMIT)
+        leaves = [got] if kind == "one" else got.values() if kind == "dict" else got
+        assert all(map(torch.equal, leaves, tensors))

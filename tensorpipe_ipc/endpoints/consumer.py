@@ -371,7 +371,7 @@ class Consumer(End):
             how, schema, values, serializer = parts
             tree = self._tree_in(how, schema, values, serializer, payload)
             if type(tree) is on_device.Undeliverable:
-                return tree.error
+                return _bare(tree.error)
             if not schema.is_kept:
                 keep(schema)
             return tree, schema.nbytes
@@ -380,7 +380,7 @@ class Consumer(End):
         except Exception as error:
             if is_a_signals(error, error.__traceback__):
                 raise
-            return error
+            return _bare(error)
 
     def _tree_in(
         self, how: int, schema: Schema, values: Any, serializer: Serializer, payload: bytearray | Octets
@@ -452,3 +452,10 @@ class Consumer(End):
 def _number_of(producers: Any) -> int | None:
     """Return how many producers a stream has; 0: as many as come."""
     return 0 if producers == "auto" else None if producers is None else check_count(producers, "producers")
+
+
+def _bare(error: Exception) -> Exception:
+    """Return an error as its words alone: the frames of its traceback hold the message, and it in turn, until garbage is
+    collected."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error

@@ -52,7 +52,7 @@ def undisturbed() -> Iterator[None]:
     try:
         yield
     finally:
-        _section.depth -= 1
+        _section.depth = max(0, _section.depth - 1)  # it is 0 in a child that a handler has forked within
         while _section.waiting and not _section.depth:
             function, arguments = _section.waiting.pop()
             function(*arguments)
@@ -246,6 +246,7 @@ def _in_child() -> None:
     """In a forked child: nothing is its own yet."""
     global _is_prepared, _is_ending
     _is_prepared = _is_ending = False
+    _section.depth, _section.waiting = 0, []  # of the thread that forked, which may never come back to what it was at
     for guard, _ in list(_open.values()):
         guard.disown()
 

@@ -185,6 +185,7 @@ class ResendBuffer:
             taken = self._resting.popleft()
             if taken.has_left():
                 self._free[len(taken.blocks[0])] += reversed(taken.blocks)
+                taken.blocks = []  # a peer that has left may keep it
             else:
                 self._resting.append(taken)
 

@@ -68,7 +68,7 @@ import math
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from multiprocessing import context
 from time import monotonic, sleep, thread_time
 from typing import Any
@@ -101,7 +101,7 @@ from tensorpipe_ipc.memory.row import (
     row_word,
 )
 from tensorpipe_ipc.memory.rows import Prepared, Rows
-from tensorpipe_ipc.memory.segment import APART, CAPACITY, GROWN, PAGE_LOCKED, Segment
+from tensorpipe_ipc.memory.segment import APART, CAPACITY, GROWN, PAGE_LOCKED, SEEN, Segment
 
 __all__ = [
     "FREE",
@@ -145,6 +145,7 @@ QUICK = 16  # size class up to which a free block is taken without a look at tho
 TRIES = 4  # to have another process's block: others may be at it
 SPARE_BEYOND = 16  # the part of the capacity that may lie free beyond it, for the next messages
 SELDOM, LONGEST = 20, 10.0  # times as long as a look at all memory took it is put off; seconds at most
+_OVERLAP, _AT_MOST = 1.5, 60.0  # times as long as until its own next look one process's is enough for others; seconds
 IDLE = 3.0  # seconds for which nobody must have used an extent, so that what is free in it is given back
 AT_ONCE, PARTS = 0.02, 16  # seconds for which one call gives idle memory back, and units of it at a time
 WORTH = 1 << 20  # bytes of growth from which on it is worth looking for memory that lies idle
@@ -208,6 +209,7 @@ class Arena(Extents):
         self._claiming, self._sweeping = {}, set()
         self._window = threading.RLock()
         self._look_at, self._seen = monotonic() + IDLE, dict[int, tuple[int, int]]()
+        self._own_sight = 0
         # What was found idle, and is yet to be given back, in parts. An iterator: threads take each part but once.
         self._idle: Iterator[list[Extent]] | None = None
         # Kinds of extents that were given back in part, whose lists are to be made anew at the end.
@@ -806,12 +808,14 @@ class Arena(Extents):
         self._punch_gaps()
         return max(0, before - self.segment.resident())
 
-    def mind_idle(self, look: Callable[[], object] = lambda: None) -> None:
+    def mind_idle(self, look: Callable[[], object] = lambda: None, *, waits: bool = False) -> None:
         """Give back what lies free in extents that were not used for some seconds, whoever's. Cheap where nothing is due, and a
         twentieth of the time where much waits.
 
         Args:
             look: called first, where something is due: it frees what the dead had.
+            waits: do nothing if another process has just looked. One is enough for many that wait, and goes on as it began:
+                it finds what was not used since its last look.
         """
         now = monotonic()
         is_due = now >= self._look_at
@@ -821,11 +825,23 @@ class Arena(Extents):
             self._give_back_some()
             return
         self._look_at = now + IDLE
-        if self.words[GROWN]:
+        if self.words[GROWN] and not (waits and self._is_seen(now)):
             began = thread_time()  # a time for which the process was stopped does not count
+            self._see_for(now, IDLE)
             look()
             self._give_back_idle()
-            self._look_at = now + max(IDLE, SELDOM * (thread_time() - began))
+            pause = max(IDLE, SELDOM * (thread_time() - began))
+            self._look_at = now + pause
+            self._see_for(now, pause)
+
+    def _is_seen(self, now: float) -> bool:
+        """Return whether another process's look is enough for now. Its clock may be another one, in a namespace of its own."""
+        seen = self.words[SEEN]
+        return seen != self._own_sight and 0 < seen * 1e-9 - now < _AT_MOST
+
+    def _see_for(self, now: float, seconds: float) -> None:
+        """Have this process's look be enough until its next one, and a while longer."""
+        self._own_sight = self.words[SEEN] = int((now + min(seconds * _OVERLAP, _AT_MOST)) * 1e9)
 
     def _give_back_idle(self) -> None:
         """Give back what is free in extents whose states are those of the last look: nobody has used them in between.
@@ -890,38 +906,44 @@ class Arena(Extents):
 
     def finish(self, row: int) -> bool:
         """All that is to be done in a dead row where there are no queues."""
-        done = self.sweep(row)
+        done = row in self.sweep([row])
         if done:
             self.rows.finished(row)
         return done
 
-    def sweep(self, row: int, spared: Container[int] = ()) -> bool:
-        """Free what a dead row was writing or held, wherever it lies. The caller has the row's lock.
+    def sweep(self, rows: Sequence[int], spared: Container[int] = ()) -> set[int]:
+        """Free what dead rows were writing or held, wherever it lies, in one look. The caller has the rows' locks.
 
         May be cut short anywhere: whoever comes next finds the rest.
 
         Args:
-            spared: blocks to leave alone, as a token in the row names them that only others can judge.
+            rows: at least one.
+            spared: blocks to leave alone, as a token in a row names them that only others can judge.
 
         Returns:
-            Whether that was all: what is held stays so while a child of the dead process may read it.
+            Those of which that was all: what is held stays so while a child of the dead process may read it.
         """
-        words, holder = self.words, self.rows.holder(row)
-        mine = {holder | WRITING} if self.rows.has_fork_marker(row) else {holder | WRITING, holder | HELD}
-        done = len(mine) == 2
-        self._sweeping.add(row)
+        words, of_row, done = self.words, dict[int, int](), set(rows)
+        for row in rows:
+            of_row[self.rows.holder(row) | WRITING] = row
+            if self.rows.has_fork_marker(row):
+                done.discard(row)
+            else:
+                of_row[self.rows.holder(row) | HELD] = row
+        self._sweeping.add(rows[0])
         try:
-            for start, kind, units, in_doubt in self.walk(hazard_word(row, WALKING)):
-                for block in self.blocks_that(start, kind, units, HOLDER, mine):
+            for start, kind, units, in_doubt in self.walk(hazard_word(rows[0], WALKING)):
+                for block in self.blocks_that(start, kind, units, HOLDER, of_row):
                     if block not in spared:
+                        state = words[block >> 3] & HOLDER
                         if in_doubt:
-                            done = False
+                            done.discard(of_row[state])
                         else:
-                            if not self._is_small(kind) and words[block >> 3] & HOLDER == holder | WRITING:
+                            if not self._is_small(kind) and state & 15 == WRITING:
                                 self._punch_untold(block, size_of(kind))
                             words[block >> 3] &= ~HOLDER
         finally:
-            self._sweeping.discard(row)
+            self._sweeping.discard(rows[0])
         return done
 
     def inherit(self, row: int) -> None:

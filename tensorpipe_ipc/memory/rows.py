@@ -47,7 +47,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -113,13 +113,11 @@ class Rows:
         is_forking: this process is just forking; or it is the child, and has not been told yet.
         spare: the descriptor of the next fork's fork marker; None: not open.
         fork_marker: in a child that has just been forked, the descriptor of the fork marker for it; None: none.
-        no_fork: a lock while which no thread of this process forks. For a few microseconds, and nothing that waits.
     """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.words, self._numbers = segment.words, segment.octets.view(np.uint64)
-        self.no_fork = no_fork()
         self.is_forking, self._forker = False, 0
         self.forked = 0
         self._forget()
@@ -130,6 +128,11 @@ class Rows:
         with self.no_fork:
             _known.add(self)
             watch(_after_fork_in_child, before=_before_fork, in_parent=_after_fork_in_parent)
+
+    @property
+    def no_fork(self) -> threading.RLock:
+        """The lock while which no thread of this process forks. For a few microseconds, and nothing that waits."""
+        return no_fork()
 
     def _forget(self) -> None:
         self.process = os.getpid()
@@ -406,28 +409,36 @@ class Rows:
         return [row for row in self.used() if self.words[row_word(row) + UNJUDGED]]
 
     @contextlib.contextmanager
-    def locked(self, row: int) -> Iterator[bool]:
-        """Hold the lock of another row: True when its process is dead, and nobody else may write there meanwhile.
+    def locked(self, rows: Iterable[int]) -> Iterator[list[int]]:
+        """Hold the locks of those other rows whose processes are dead: nobody else may write there meanwhile.
 
         Other threads of this process, and signal handlers, are kept out too: to the kernel they are the same holder.
         Never waits.
         """
-        if row == self.index or self.is_recovering:
-            yield False
+        if self.is_recovering:
+            yield []
             return
-        self.is_recovering = held = True  # with no call since the look: no other thread and no handler comes in between
+        self.is_recovering = True  # with no call since the look: no other thread and no handler comes in between
+        held = list[int]()
         try:
-            held = self.try_lock(row_byte(row), 1)
-            yield held
+            for row in rows:
+                if row != self.index:
+                    held.append(row)  # first: an exception may come when it was just locked
+                    if not self.try_lock(row_byte(row), 1):
+                        held.pop()
+            yield list(held)
         finally:
             try:
-                if held:  # perhaps: an exception may have come when it was just locked
-                    self.unlock(row_byte(row), 1)
-            except BaseException:  # a handler's, which may have come before it was unlocked
-                self.unlock(row_byte(row), 1)
+                self._let_go_of(held)
+            except BaseException:  # a handler's, which may have come before the last was unlocked
+                self._let_go_of(held)
                 raise
             finally:
                 self.is_recovering = False
+
+    def _let_go_of(self, rows: list[int]) -> None:
+        for row in rows:
+            self.unlock(row_byte(row), 1)
 
     def is_alive(self, row: int) -> bool:
         """Return whether somebody holds the row's lock. A recovering process at work in it counts."""

@@ -9,14 +9,15 @@ pull the memory from under another one: reading a page past the end of a file is
 
 ::
 
-    byte 0        8          16       24           32             40       48       56      64                    size
-    ├─ magic ─────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ apart ┼─ looks ┼─ rows.py, … arena.py ─┤
+    byte 0       8          16       24           32             40       48       56      64     72                    size
+    ├─ magic ────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ apart ┼─ looks ┼─ seen ┼─ rows.py, … arena.py ─┤
 
 ``capacity`` is what the arena's maker allows it to cost, all processes together.
 ``page-locked`` is 1 once any process has locked any page for a GPU: then none is ever punched out again.
 ``grown`` is 1 when the arena got more memory since somebody last looked for some that lies idle.
 ``apart`` is 1 once any process has attached that quick barriers do not reach (memory/barrier.py).
 ``looks`` counts the looks of waiting puts at all rows: one is enough for all who wait.
+``seen`` is the time (ns, monotonic) up to which somebody's look for idle memory is enough for all who wait in get.
 
 All words are native 64-bit unsigned integers: a segment never leaves its kernel.
 
@@ -55,6 +56,7 @@ __all__ = [
     "NAME",
     "PAGE",
     "PAGE_LOCKED",
+    "SEEN",
     "Segment",
     "identity_of",
     "read_head",
@@ -66,10 +68,10 @@ DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 12
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
 
 NAME = "tensorpipe_ipc"  # of the memfd, as /proc shows it
-CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS = range(3, 8)  # indexes of the words
+CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS, SEEN = range(3, 9)  # indexes of the words
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
-VERSION = 2
+VERSION = 3
 HEAD = struct.Struct("=3Q")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

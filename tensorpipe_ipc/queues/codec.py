@@ -191,7 +191,10 @@ class Codec:
             # The error's path is one in the list of leaves, and its reason may concern the pickle: give the caller's own.
             refused = _refusal(obj, encoder)
             if refused is not None and (refused.reason == error.reason or _flat(obj) is not None):
-                raise refused from None
+                try:
+                    raise refused from None
+                finally:
+                    del refused  # its traceback has this frame, which would keep the object until garbage is collected
             raise UnsupportedLeaf(f"in {type(obj).__qualname__}: {error.reason}") from error.__cause__
         except BaseException:
             pickling.take_back(handles)

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from tensorpipe_ipc.errors import ProtocolError, TensorPipeError, UnsupportedLeaf
+from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, TensorPipeError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.serializers.base import Serializer, expect
-from tensorpipe_ipc.wire.dtypes import BY_TORCH
+from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST
+from tensorpipe_ipc.wire.layout import kept
 from tensorpipe_ipc.wire.metas import TensorMeta
+from tensorpipe_ipc.wire.rebuild import cloned
 
 __all__ = ["Checked", "check_serializer"]
 
@@ -29,29 +31,60 @@ class Checked:
         self.zero_copy = bool(serializer.zero_copy)
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
-        """As the serializer's. Whatever it raises of its own becomes an UnsupportedLeaf."""
+        """As the serializer's, with a payload that keeps the tensor: it may be a view of a copy that nobody else has.
+
+        Raises:
+            UnsupportedLeaf: or anything else that it raises of its own.
+            OutOfMemory: it found no memory.
+        """
         try:
             meta, payload = self.serializer.encode(tensor)
             if not isinstance(meta, TensorMeta):
                 raise TypeError(f"encode() gave a {type(meta).__name__} for a meta; return describe(tensor)")
-            return meta, memoryview(payload).cast("B")
+            return meta, kept(memoryview(payload).cast("B"), tensor)
         except TensorPipeError:
             raise
         except Exception as error:
             reraise_from_handler(error)
+            if _lacks_memory(error):
+                raise OutOfMemory(
+                    f"serializer {self.name!r} found no memory for {tensor.dtype} {list(tensor.shape)}: {error}; "
+                    "send it in parts. It was not sent"
+                ) from error
             raise UnsupportedLeaf(
                 f"serializer {self.name!r} failed on {tensor.dtype} {list(tensor.shape)}: {error!r}"
             ) from error
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
-        """As the serializer's. Whatever it raises of its own, and a tensor of another kind, is a ProtocolError."""
+        """As the serializer's, but copied where torch's kernels would crash on items that lie as these do.
+
+        Raises:
+            ProtocolError: a tensor of another kind, or anything that it raises of its own.
+            OutOfMemory: there was no memory.
+        """
         try:
-            return expect(self.serializer.decode(meta, payload), meta)
+            tensor = expect(self.serializer.decode(meta, payload), meta)
+            return cloned(tensor, len(payload)) if self.zero_copy and _is_crooked(tensor, meta) else tensor
         except TensorPipeError:
             raise
         except Exception as error:
             reraise_from_handler(error)
+            if _lacks_memory(error):
+                raise OutOfMemory(f"serializer {self.name!r} found no memory to decode {meta!r}: {error}") from None
             raise ProtocolError(f"serializer {self.name!r} could not decode {meta!r}: {error!r}") from error
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Return whether an error says that there is no memory; torch has no type of its own for that."""
+    return isinstance(error, MemoryError) or (type(error) is RuntimeError and "can't allocate memory" in str(error))
+
+
+def _is_crooked(tensor: torch.Tensor, meta: TensorMeta) -> bool:
+    """Return whether wide items lie where a serializer's own head has moved them."""
+    row = BY_TORCH.get(tensor.dtype)
+    is_wide = WIDEST in (meta.alignment, row.alignment if row else 0)
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return is_wide and is_plain and tensor.data_ptr() % WIDEST != 0
 
 
 def check_serializer(serializer: Serializer) -> None:
@@ -90,6 +123,10 @@ def _comes_back(serializer: Serializer, label: str, tensor: torch.Tensor) -> boo
             raise TypeError(f"serializer {serializer.name!r} cannot read what it wrote ({label}): {error}") from error
         if not again.is_cpu:
             raise TypeError(f"serializer {serializer.name!r} decoded {label} to {again.device}; it must be the CPU")
+        if (again.dtype, again.shape) != (before.dtype, before.shape):
+            raise TypeError(
+                f"serializer {serializer.name!r} gave {label} back as {again.dtype} of shape {list(again.shape)}"
+            )
         is_exact = _bits(before) == _bits(again)
         if not is_exact and tensor.dtype is torch.uint8:
             raise TypeError(

@@ -119,7 +119,7 @@ def _load(file: IO[bytes]) -> Any:
 
 def _read(file: IO[bytes]) -> Any:
     to_be_checked.clear()  # what was left of a file that ended in an error: it is not this one's
-    return _checked(torch.load(file, map_location="cpu", weights_only=True))
+    return _checked(torch.load(file, map_location="cpu", weights_only=True, mmap=False))
 
 
 def _checked(loaded: Any) -> Any:

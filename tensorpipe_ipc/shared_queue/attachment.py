@@ -64,7 +64,7 @@ class Attachment:
     def attach(self) -> None:
         """Have the arena take a row, if it has none."""
         if self.rows.index < 0:
-            self.arena.attach(self.recovery.finish)
+            self.arena.attach(lambda row: bool(self.recovery.finish([row])))
             if self.rows.incarnation > 1:  # a process died: its queues may be nobody's now
                 self.orphans.destroy_all()
 
@@ -93,25 +93,21 @@ class Attachment:
 
     def _recover(self, rows: Iterable[int], owners: Collection[int] = ()) -> None:
         """Finish those rows whose processes are dead."""
-        died = False
-        for row in rows:
-            died = self._recover_one(row, inherits=row in owners) or died
-        if died:  # its queues may be nobody's now
+        with self.rows.locked(rows) as dead:
+            done = self.recovery.finish([row for row in dead if not self.rows.is_finished(row)])
+            for row in dead:
+                if row in owners and self.rows.is_finished(row):
+                    self.arena.inherit(row)
+        if done:  # their queues may be nobody's now
             self.orphans.destroy_all()
 
-    def _recover_one(self, row: int, *, inherits: bool) -> bool:
-        """Return whether the row is finished that was not."""
-        with self.rows.locked(row) as dead:
-            was_finished = self.rows.is_finished(row)
-            if not dead or not (was_finished or self.recovery.finish(row)):
-                return False
-            if inherits:
-                self.arena.inherit(row)
-            return not was_finished
+    def mind_idle(self, *, waits: bool = False) -> None:
+        """Give back memory that lies idle, after a look for the dead and for queues that nobody has, if that is due.
 
-    def mind_idle(self) -> None:
-        """Give back memory that lies idle, after a look for the dead and for queues that nobody has, if that is due."""
-        self.arena.mind_idle(self._look_around)
+        Args:
+            waits: see ``Arena.mind_idle``.
+        """
+        self.arena.mind_idle(self._look_around, waits=waits)
 
     def _look_around(self) -> None:
         self.recover_dead()

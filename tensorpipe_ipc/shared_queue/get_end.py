@@ -378,12 +378,12 @@ class GetEnd:
             raise _Again
         self.leases.settle(at_once=False)
         settle_kept()
-        self.attachment.mind_idle()
+        self.attachment.mind_idle(waits=True)
 
     def _look_again(self) -> None:
         self.leases.settle(at_once=False)
         settle_kept()
-        self.attachment.mind_idle()
+        self.attachment.mind_idle(waits=True)
         if self.words[self.record.shut] or not (self.words[self._watch] or self.words[self._spilled] or keeping):
             raise _Again
 
@@ -408,7 +408,7 @@ class GetEnd:
         pipe.register(self.tickets.fd, select.POLLIN)
         arena = self.arena
         while self.words[GROWN] and not keeping and not pipe.poll(0 if arena.is_giving_back else 1000 * IDLE):
-            self.attachment.mind_idle()
+            self.attachment.mind_idle(waits=True)
         if keeping:  # such a wait is cut into slices after all
             raise _Again
         return 0

@@ -412,7 +412,7 @@ class PutEnd:
             elif self.attachment.recover_dead():
                 words[LOOKS] = words[LOOKS] + 1 & (1 << 32) - 1
             looks = words[LOOKS]
-            self.attachment.mind_idle()
+            self.attachment.mind_idle(waits=True)
             self._queue.take_up()
 
         try:

@@ -103,7 +103,7 @@ process may have taken with it is cut into slices, with ``Attachment.recover_dea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from tensorpipe_ipc.memory.arena import CREDIT, GENERATION_AT, GENERATIONS, HELD, HOLDER, QUEUED, WRITING, Arena
 from tensorpipe_ipc.memory.row import GET, LOST, PUT, Operation, Record, row_word
@@ -130,8 +130,24 @@ class Recovery:
         self.arena, self.words, self.rows = arena, arena.words, arena.rows
         self._queues, self._orphans, self._shutdown = queues, orphans, shutdown
 
-    def finish(self, row: int) -> bool:
-        """Finish a dead row, whose lock the caller has. Return whether nothing is left to do."""
+    def finish(self, rows: Sequence[int]) -> set[int]:
+        """Finish dead rows, whose locks the caller has. Return those in which nothing is left to do.
+
+        Memory is looked at once for all of them: many may have died at once.
+        """
+        spared = {row: self._judge(row) for row in rows}
+        swept, done = self.arena.sweep(rows, set[int]().union(*spared.values())) if rows else set[int](), set[int]()
+        for row in rows:
+            self.rows.leave_unjudged(row, is_so=bool(spared[row]), is_swept=row in swept)
+            if row in swept and not spared[row]:
+                self.rows.finished(row)
+                done.add(row)
+        return done
+
+    def _judge(self, row: int) -> set[int]:
+        """Finish what was begun in a dead row, and return the blocks of what only others can judge."""
+        if self.rows.is_swept(row):  # no longer: what is found not to have been sent is for the sweep
+            self.rows.leave_unjudged(row, is_so=True, is_swept=False)
         spared, in_doubt, seen = set[int](), set[int](), dict[int, Seen]()
         for record in self.rows.records(row):
             try:
@@ -140,12 +156,7 @@ class Recovery:
                 spared.update(block_of(self.words[record.ticket + i]) for i in range(record.size))
                 in_doubt.add(self.words[record.purpose_word] >> 8)
         tasks.settle_dead(self.rows, row, in_doubt)  # whatever its children may still read
-        is_swept = self.arena.sweep(row, spared)
-        self.rows.leave_unjudged(row, is_so=bool(spared), is_swept=is_swept)
-        is_done = is_swept and not spared
-        if is_done:
-            self.rows.finished(row)
-        return is_done
+        return spared
 
     def _finish_record(self, row: int, record: Record, seen: dict[int, Seen]) -> None:
         words, purpose = self.words, self.words[record.purpose_word]
@@ -153,6 +164,8 @@ class Recovery:
         busy = self._is_busy(record)
         if not busy and not (record.size == 1 and words[record.tally]):
             return
+        if not busy and direction == GET:  # of the get, J4 is all that can be left: no queue is needed for that
+            words[record.tally] -= words[record.tally] & 1
         queue = self._queues.get(number)
         if queue is not None:
             if direction in (PUT, GET):

@@ -40,7 +40,9 @@ class Flat(NamedTuple):
     leaves: list[torch.Tensor]  # in the order of the spec; arrays and storages as tensors on the same memory
     values: list[Any]  # bool, int, float, str
     in_keys: list[int]  # of each tuple in a key: the nodes that it and its items count for
-    nodes: list[int | None]  # ids of containers, arrays, storages and bytes; None for each registered type
+    nodes: list[
+        int | None
+    ]  # ids of containers, arrays, storages, bytes and registered objects; None where pickle keeps more
     made: list[Any]  # for this tree alone: else the next object may have the same id
 
     def is_plain(self, apart: bool) -> bool:
@@ -181,7 +183,7 @@ def _walk_other(node: Any, flat: Flat, depth: int) -> None:
             return
         raise UnsupportedLeaf(_advice(node))
     if entry.to is not None:
-        flat.nodes.append(None)
+        flat.nodes.append(id(node))
         flat.spec.append(_OP[entry.op] + _name(entry.name))
         flat.made.append(entry.to(node))
         _walk(flat.made[-1], flat, depth + 1)

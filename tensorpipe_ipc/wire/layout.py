@@ -10,7 +10,20 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["ALIGN", "BULK", "LEASE_FROM", "Block", "LazyPayload", "layout", "overlaps", "places_of"]
+import numpy as np
+
+__all__ = [
+    "ALIGN",
+    "BULK",
+    "LEASE_FROM",
+    "Block",
+    "KeptBytes",
+    "LazyPayload",
+    "kept",
+    "layout",
+    "overlaps",
+    "places_of",
+]
 
 BULK = 1 << 16  # as pyzmq's COPY_THRESHOLD: below it a copy costs less than the bookkeeping for none
 LEASE_FROM = 32 << 10  # bytes; a copy of 16 KiB costs what a lease does, and a lease pins a block
@@ -30,6 +43,27 @@ def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
                 return 0 not in shape
             reach += (size - 1) * stride
     return False
+
+
+class KeptBytes(np.ndarray[Any, Any]):
+    """Bytes that keep what they are a view of, which a view through ctypes does not.
+
+    Attributes:
+        tensor: whose memory they show.
+        keep: what else is to be kept.
+    """
+
+    tensor: Any = None
+    keep: Any = None
+
+
+def kept(payload: memoryview, tensor: Any) -> memoryview:
+    """Return a view of a payload's bytes that keeps a tensor."""
+    if not payload.nbytes:
+        return payload
+    octets = np.frombuffer(payload, np.uint8).view(KeptBytes)
+    octets.tensor = tensor
+    return memoryview(octets)  # type: ignore[arg-type]
 
 
 class LazyPayload:

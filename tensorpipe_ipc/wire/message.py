@@ -21,7 +21,7 @@ from torch.storage import UntypedStorage
 from tensorpipe_ipc.errors import OutOfMemory, SharedMemoryError, UnsupportedLeaf
 from tensorpipe_ipc.wire.flatten import Flat, flatten, leaf_path
 from tensorpipe_ipc.wire.header import MAX_BODY, MAX_HEADER, Kind, pack
-from tensorpipe_ipc.wire.layout import ALIGN, BULK, LazyPayload
+from tensorpipe_ipc.wire.layout import ALIGN, BULK, KeptBytes, LazyPayload
 from tensorpipe_ipc.wire.metas import TensorMeta
 from tensorpipe_ipc.wire.schema import SPAN
 from tensorpipe_ipc.wire.sharing import Sharing, storages_of
@@ -94,8 +94,8 @@ class EncodedMessage(NamedTuple):
         if isinstance(payload, LazyPayload):
             return payload.frame()
         owner = payload.obj if isinstance(payload, memoryview) else payload
-        if isinstance(owner, ctypes.Array):
-            owner.keep = self.keep  # type: ignore[attr-defined]
+        if isinstance(owner, (ctypes.Array, KeptBytes)):
+            owner.keep = self.keep  # type: ignore[union-attr]
         return payload
 
 

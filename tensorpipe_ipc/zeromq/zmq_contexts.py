@@ -47,6 +47,7 @@ _T = TypeVar("_T")
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
 _REAPERS = 12  # pyzmq's thread for lent memory takes seven, and libzmq ends the process where it finds none
+_THREADS = 3  # two of a context, and pyzmq's for lent memory
 _SOCKETS = 8  # a socket, what watches it, and its connection take four
 
 
@@ -70,13 +71,14 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
         own: one that no other end has.
 
     Raises:
-        Refused: too few descriptors are left to open an end.
+        Refused: too few descriptors, or threads, are left to open an end.
     """
     check_descriptors(_DESCRIPTORS)
     shared = _shared.setdefault(process_key(), _Shared())
     with shared.lock:
         context = shared.common
         if own or context is None:
+            _check_threads()
             # It is known, and in use, from its first moment on, whatever a signal's handler does next.
             shared.contexts.update(zip(map(zmq.Context, (1,)), ({id(end)},), strict=True))
             context = next(made for made, ends in reversed(shared.contexts.items()) if id(end) in ends)
@@ -161,6 +163,29 @@ def check_descriptors(count: int = _SOCKETS) -> None:
         ) from None
     finally:
         taken.clear()
+
+
+def _check_threads() -> None:
+    """See that threads for a context can be started: libzmq ends the process where they cannot.
+
+    Raises:
+        Refused: they cannot.
+    """
+    done, started = threading.Event(), list[threading.Thread]()
+    try:
+        while len(started) < _THREADS:
+            thread = threading.Thread(target=done.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as failed:
+        raise Refused(
+            f"no end can be opened: {failed} ({_THREADS} are needed): end some, or raise the limit (ulimit -u, or the "
+            "container's pids.max)"
+        ) from None
+    finally:
+        done.set()
+        for thread in started:
+            thread.join()
 
 
 def release(end: object) -> None:

@@ -7,6 +7,7 @@ import io
 import os
 import resource
 import signal
+import socket
 import struct
 import sys
 import zlib
@@ -197,6 +198,18 @@ def test_a_binder_that_is_not_seen_from_here_is_told_of_by_its_connector(monkeyp
             assert _of_connector(status, monkeypatch)[0].state is State.OK
             consumer.close()
             assert _of_connector(status, monkeypatch)[0].state is State.NO
+            for host, dead, found in (
+                ("127.0.0.1", True, State.NO),
+                ("127.0.0.2", False, State.NO),
+                ("127.0.0.1", False, State.OK),
+            ):
+                with socket.create_server((host, int(consumer.endpoint.rpartition(":")[2]))):
+                    known = status.peers[0].identity
+                    known = msgspec.structs.replace(known, started=known.started - dead)
+                    there = msgspec.structs.replace(
+                        status, peers=(msgspec.structs.replace(status.peers[0], identity=known),)
+                    )
+                    assert _of_connector(there, monkeypatch)[0].state is found
             away = msgspec.structs.replace(status.peers[0].identity, boot="another host's")
             status = msgspec.structs.replace(status, peers=(msgspec.structs.replace(status.peers[0], identity=away),))
             binder, connector = _of_connector(status, monkeypatch)
@@ -223,8 +236,6 @@ def test_who_left_is_not_told_of_any_more() -> None:
 
 def test_an_owner_that_is_none_of_ours(tmp_path: Path) -> None:
     """A socket somebody else listens at is not called nobody's."""
-    import socket
-
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / "s"))
         other.listen()

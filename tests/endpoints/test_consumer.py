@@ -15,7 +15,7 @@ import pytest
 import torch
 import zoo
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import conversation_of, is_in_use, is_in_use_here, side_of
+from inside import conversation_of, is_in_use, is_in_use_here, leases_here, side_of
 
 import tensorpipe_ipc as tp
 
@@ -382,3 +382,18 @@ def test_a_message_that_an_exception_takes_away_is_counted(monkeypatch: pytest.M
         assert consumer.statistics().lost == 1
         assert held
     assert all(held)
+
+
+def test_a_message_that_is_refused_is_held_by_nobody() -> None:
+    """Nor do the frames of its error's traceback hold it until the garbage collector comes."""
+    with tp.Consumer("refusing", as_numpy=True) as consumer, tp.Producer("refusing", linger=0) as producer:
+        gc.disable()
+        try:
+            for _ in range(3):
+                putting = in_thread(lambda: producer.put(torch.ones(LARGE, dtype=torch.bfloat16), PATIENCE))
+                with pytest.raises(tp.UnsupportedLeaf, match="bfloat16"):
+                    consumer.get(PATIENCE)
+                putting()
+            assert not leases_here()
+        finally:
+            gc.enable()

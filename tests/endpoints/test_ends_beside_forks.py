@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import tempfile
@@ -17,6 +18,7 @@ from crash_points import in_child, reap
 from zmq.utils.garbage import GarbageCollector
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.endpoints.guard import undisturbed
 
 _SENT = torch.full((300_000,), 2.0)  # here: torch's threads are not in a child
 _FORKS = 0.5  # seconds that a fork may take, where it does not wait
@@ -97,3 +99,21 @@ def test_a_child_that_is_forked_while_a_thread_puts_its_first_frames_has_ends(mo
         assert reap(child) == 0
 
     assert reap(in_child(act)) == 0
+
+
+def test_an_end_says_goodbye_that_is_dropped_in_a_child_forked_while_another_opened() -> None:
+    """A signal's handler forks so, and never returns to where the thread would go on."""
+    with tp.Consumer("dropped") as consumer:
+
+        def put_and_drop() -> None:
+            producer = tp.Producer("dropped")
+            producer.put(1, PATIENCE)
+            del producer
+            gc.collect()
+
+        with undisturbed():
+            child = in_child(put_and_drop)
+        assert consumer.get(PATIENCE) == 1
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert reap(child) == 0

@@ -694,6 +694,28 @@ def test_what_is_idle_is_bounded_whatever_its_sizes(
     assert _keep(keeper, 70_000)
 
 
+def test_what_was_kept_for_a_consumer_that_left_is_given_back(made: list[weakref.ref[Any]]) -> None:
+    """The next one comes at once, and its messages lie in that memory."""
+    tensor = torch.zeros(PIECE, dtype=torch.uint8)
+    with tp.Producer(LOOPBACK, bind=True, shared_memory="off") as producer:
+
+        def put() -> None:
+            for _ in range(8):
+                producer.put(tensor, PATIENCE)
+            producer.flush(PATIENCE)
+
+        for is_last in (False, True):
+            with tp.Consumer(producer.endpoint, bind=False, shared_memory="off") as consumer:
+                putting = in_thread(put)
+                for _ in range(8):
+                    consumer.get(PATIENCE)
+                putting()
+                assert _alive(made)
+                if is_last:
+                    wait_until(lambda: producer.trim() >= 0 and not _alive(made))
+            wait_until(lambda: not producer.statistics().peers)  # else it is sent some of the next one's
+
+
 def test_nothing_of_one_consumers_message_is_sent_to_another() -> None:
     """The memory is used again. Payloads begin at round places, so some bytes lie between those of a message in pieces."""
     with tp.Producer(LOOPBACK, bind=True, shared_memory="off") as producer:

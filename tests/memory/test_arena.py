@@ -291,7 +291,7 @@ def test_a_dead_processs_blocks_are_freed_and_its_extents_go_to_who_adopts_the_r
         return one
 
     kill(child(work))
-    with arena.rows.locked(1) as dead:
+    with arena.rows.locked([1]) as dead:
         assert dead
         arena.finish(1)
     steps = sorted(step(arena, block) for extent in extents_of(arena, 1) for block in arena.states(*extent)[0].tolist())
@@ -314,7 +314,7 @@ def test_a_living_process_takes_over_a_dead_ones_memory(arena: Arena, child: Sta
         return arena.allocate(5 << 20)
 
     kill(child(work))
-    with arena.rows.locked(1):
+    with arena.rows.locked([1]):
         arena.finish(1)
         arena.inherit(1)
     assert not extents_of(arena, 1)
@@ -332,7 +332,7 @@ def test_a_large_segment_costs_no_more_than_what_is_used_and_walking_it_costs_no
     before = arena.segment.resident()
     assert before < (30 << 20) + (128 << 10)
     arena.holders()
-    arena.sweep(0)
+    arena.sweep([0])
     assert arena.segment.resident() == before
 
 

@@ -1331,3 +1331,26 @@ def test_a_child_whose_fork_a_handlers_exception_met_uses_its_queue() -> None:
     """A fork waits for another thread meanwhile. Python says that it ignores what a hook of a fork raises, and forks."""
     done = ran("-c", RAISES_WHILE_A_FORK_WAITS)
     assert (done.status, done.out) == (0, "True 0 2\n"), done.err
+
+
+@pytest.mark.parametrize("how", ["gets", "forks"])
+def test_threads_of_a_child_that_a_handler_forks_while_its_thread_keeps_others_from_it(how: str, ctx: Any) -> None:
+    """The handler may never return to where the thread would let go of that."""
+    from tensorpipe_ipc.forks import no_fork
+
+    there = ctx.Queue()
+    there.put(7)
+
+    def use_a_thread() -> None:
+        if how == "gets":
+            assert in_thread(lambda: there.get(timeout=LIMIT))(LIMIT) == 7
+        else:
+            assert reap(in_thread(lambda: in_child(lambda: None))(LIMIT)) == 0
+        with no_fork():
+            pass
+
+    with no_fork():
+        child = in_child(use_a_thread)
+    assert reap(child) == 0
+    with no_fork():
+        assert reap(in_child(lambda: None)) == 0

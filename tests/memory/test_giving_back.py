@@ -46,7 +46,7 @@ import tensorpipe_ipc.memory.arena
 from tensorpipe_ipc.errors import Empty, Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory import barrier, leases
-from tensorpipe_ipc.memory.arena import GENERATION_AT, size_class_of
+from tensorpipe_ipc.memory.arena import GENERATION_AT, Arena, size_class_of
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.queues import call_queue
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
@@ -821,6 +821,33 @@ def test_what_lies_idle_is_given_back(large_ctx: Any, who: Any, monkeypatch: pyt
             assert not waiter.is_alive()
 
 
+def test_of_many_that_wait_in_get_one_looks_for_what_lies_idle(large_ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look walks all memory, and what is in use keeps them at it."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    monkeypatch.setattr("tensorpipe_ipc.shared_queue.get_end.IDLE", 0.1)
+    there, other, (told, tell) = large_ctx.Queue(), large_ctx.Queue(), os.pipe()
+    for _ in range(8):
+        other.put(octets(MIB))
+    arena = large_ctx.tensorpipe_attachment().arena
+    asked, look = Arena.mind_idle, Arena._give_back_idle
+
+    def wait() -> None:
+        monkeypatch.setattr(Arena, "mind_idle", lambda *_, **wish: (os.write(tell, b"?"), asked(*_, **wish))[1])
+        monkeypatch.setattr(Arena, "_give_back_idle", lambda arena: (os.write(tell, b"!"), look(arena))[1])
+        there.get()
+
+    waiting = [in_child(wait) for _ in range(8)]
+    said = b""
+    while said.count(b"?") < 200:
+        said += os.read(told, 100)
+    there.put_many(waiting)
+    assert [reap(each) for each in waiting] == [0] * 8
+    assert arena.words[GROWN]
+    assert 2 < said.count(b"!") < 100
+    os.close(told)
+    os.close(tell)
+
+
 @pytest.mark.parametrize("last", ["the child of who made it", "who did not make it"])
 def test_what_waits_in_a_queue_is_given_back_once_who_had_it_last_has_ended_and_never_used_it(
     large_ctx: Any, last: str, monkeypatch: pytest.MonkeyPatch
@@ -1071,7 +1098,7 @@ def test_a_consumer_of_many_producers_gives_back_as_much_in_a_call_as_one_of_one
             putting = in_thread(functools.partial(producer.put, octets(100), LIMIT))
             consumer.get(LIMIT)
             putting()
-        monkeypatch.setattr(tensorpipe_ipc.memory.arena.Arena, "mind_idle", lambda *_: next(minded))
+        monkeypatch.setattr(tensorpipe_ipc.memory.arena.Arena, "mind_idle", lambda *_, **__: next(minded))
         side_of(consumer).look_around(at_once=True)
         assert next(minded) == 1
 

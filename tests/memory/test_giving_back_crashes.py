@@ -66,7 +66,7 @@ def check_layout(arena: Arena) -> None:
 def settle(arena: Arena) -> None:
     """Finish the dead, as others would at their next look."""
     for row in arena.rows.used():
-        with arena.rows.locked(row) as dead:
+        with arena.rows.locked([row]) as dead:
             if dead and not arena.rows.is_finished(row):
                 assert arena.finish(row)
 

@@ -150,7 +150,7 @@ def test_a_fork_keeps_the_leases_of_its_killed_parent(held: Any, child: Any, kil
     grandchild = int.from_bytes(os.read(told, 4), "little")
     kill(pid)
     rows = held.arena.rows
-    with rows.locked(1) as dead:
+    with rows.locked([1]) as dead:
         assert dead
         assert not held.arena.finish(1)
     assert [count for row, (count, _) in held.arena.holders().items() if row == 1] == [1]
@@ -158,7 +158,7 @@ def test_a_fork_keeps_the_leases_of_its_killed_parent(held: Any, child: Any, kil
     deadline = time.monotonic() + 20
     while rows.has_fork_marker(1):
         assert time.monotonic() < deadline
-    with rows.locked(1):
+    with rows.locked([1]):
         assert held.arena.finish(1)
     assert 1 not in held.arena.holders()
     os.close(told)

@@ -50,7 +50,7 @@ def test_a_process_has_one_row(rows: Any) -> None:
     assert (rows.index, rows.incarnation, rows.used()) == (0, 1, [0])
     rows.attach(lambda _: True)
     assert (rows.index, rows.incarnation, rows.used()) == (0, 1, [0])
-    with rows.locked(0) as dead:  # nor does it take its own for a dead one's
+    with rows.locked([0]) as dead:  # nor does it take its own for a dead one's
         assert not dead
     assert Rows(rows.segment).used() == [0]
 
@@ -62,12 +62,12 @@ def test_a_row_is_dead_at_once_when_its_process_is_killed_and_not_when_it_is_sto
     assert rows.used() == [0, 1]
     assert rows.is_alive(1)
     os.kill(pid, signal.SIGSTOP)
-    with rows.locked(1) as dead:
+    with rows.locked([1]) as dead:
         assert not dead
     assert rows.describe(1) == f"pid {pid} (alive)"
     kill(pid)
     assert not rows.is_alive(1)
-    with rows.locked(1) as dead:
+    with rows.locked([1]) as dead:
         assert dead
     assert rows.describe(1) == f"pid {pid} (dead)"
 
@@ -141,7 +141,7 @@ def assert_is(value: Any, expected: Any) -> None:
 
 def test_a_finished_row_is_not_finished_again(rows: Any, child: Any, kill: Any) -> None:
     kill(child(lambda: attached(rows)))
-    with rows.locked(1) as dead:
+    with rows.locked([1]) as dead:
         assert dead
         rows.finished(1)
     child(lambda: (rows.attach(lambda _: False), assert_is(rows.index, 1)))
@@ -182,17 +182,17 @@ def test_only_one_thread_recovers(rows: Any, child: Any, kill: Any) -> None:
     inside = []
 
     def other() -> None:
-        with rows.locked(1) as dead:
+        with rows.locked([1]) as dead:
             inside.append(dead)
 
-    with rows.locked(1) as dead:
+    with rows.locked([1]) as dead:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(20)
-        with rows.locked(1) as again:  # a signal handler that came in between
+        with rows.locked([1]) as again:  # a signal handler that came in between
             inside.append(again)
         assert dead
-    assert inside == [False, False]
+    assert inside == [[], []]
 
 
 def test_when_all_rows_are_taken_it_says_so(rows: Any, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:

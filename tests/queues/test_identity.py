@@ -446,3 +446,33 @@ def test_a_subclass_of_any_dtype_arrives(dtype: torch.dtype) -> None:
     got = there.get(timeout=LIMIT)
     assert (type(got), got.label, got.dtype) == (Image, "deep", dtype)
     assert got.as_subclass(torch.Tensor).view(torch.uint8).tolist() == sent[3:20].view(torch.uint8).tolist()
+
+
+class Camera:
+    """It has a cache, which is not to be sent."""
+
+    def __init__(self, rotation: torch.Tensor) -> None:
+        self.rotation, self.cache = rotation, torch.zeros(100_000)
+
+
+@pytest.mark.parametrize("beside", [None, {1, 2}], ids=["in a tree", "in a pickle"])
+def test_a_registered_object_crosses_by_what_takes_it_apart_and_makes_it(beside: Any) -> None:
+    """In a queue as at an endpoint, also beside what only pickle takes. What stands there twice stays one object."""
+    made: list[Camera] = []
+
+    def make(parts: Any) -> Camera:
+        made.append(Camera(parts[0]))
+        return made[-1]
+
+    tp.register_type(Camera, to=lambda camera: (camera.rotation, beside), from_=make)
+    there, sent = tp.Queue(), Camera(torch.eye(3))
+    for tree in (sent, [sent, "x"], {"a": sent, "b": beside}, [sent, sent]):
+        made.clear()
+        there.put(tree)
+        got = there.get(timeout=LIMIT)
+        assert len(made) == 1
+        if type(tree) is list:
+            assert got[0] is made[0]
+            assert got[1] in (made[0], "x")
+        assert torch.equal(made[0].rotation, sent.rotation)
+    assert there.statistics().bytes_put < 4 * 1000

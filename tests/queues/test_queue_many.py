@@ -1053,6 +1053,33 @@ def test_what_only_another_process_could_finish_is_anybodys_once_nobody_has_the_
         os.close(each)
 
 
+def test_many_that_died_at_once_are_finished_by_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look walks all memory: a call is not held up for as many as there were."""
+    there, looks = Queue(), list[int]()
+    arena = shared_queue_of(there).arena
+
+    def hold_one() -> None:
+        tensor = torch.zeros(20_000)
+        there.put(tensor)
+        kept.append(there.get(copy=False))
+        os.write(tell, b"x")
+        signal.pause()
+
+    kept, (told, tell) = list[Any](), os.pipe()
+    children = [in_child(hold_one) for _ in range(5)]
+    for _ in children:
+        os.read(told, 1)
+    for each in children:
+        os.kill(each, signal.SIGKILL)
+        reap(each)
+    walk = arena.walk
+    monkeypatch.setattr(arena, "walk", lambda hazard: looks.append(hazard) or walk(hazard))
+    assert not there.statistics().holders
+    assert len(looks) == 1
+    for end in (told, tell):
+        os.close(end)
+
+
 def test_what_a_dead_process_held_is_freed_though_only_another_can_finish_what_it_put() -> None:
     """A child of it read that when somebody looked first. That look is not the last."""
     mine, (told, tell) = Queue(), os.pipe()

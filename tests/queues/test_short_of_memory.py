@@ -281,3 +281,16 @@ def test_idle_memory_is_given_back_before_a_refusal(how: str, kind: str, leave: 
     _refused(there)[how]([obj] if kind == "in a list" else obj)
     assert there.statistics().resident < 40 * MIB
     there.get(True, LIMIT)
+
+
+@pytest.mark.parametrize("how", ["put", "put_many", "move"])
+@pytest.mark.usefixtures("no_collector")
+def test_a_tensor_with_history_that_is_refused_is_kept_by_nobody(how: str) -> None:
+    """Nor is what lies beside it."""
+    beside = torch.ones(3)
+    kept, there = weakref.ref(beside), Queue()
+    obj: Any = [torch.ones(2, requires_grad=True) * 2, beside]
+    with pytest.raises(tp.UnsupportedLeaf, match="history"):
+        _refused(there)[how](obj)
+    del obj, beside
+    assert kept() is None

@@ -19,6 +19,7 @@ from crash_points import in_child, reap
 from exchange import parts, round_trip, sent
 from programs import ran, ran_in_fork
 
+import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.wire.metas import OPAQUE, meta_of
@@ -307,3 +308,11 @@ def test_no_payload_runs_code(tmp_path: Path) -> None:
     empty.mkdir()
     done = ran_in_fork("-c", f"import os; os.chdir({str(empty)!r})\n{code}", folder=tmp_path)
     assert done.out == "hook works []\n", done.out + done.err
+
+
+def test_a_program_that_maps_its_checkpoints_reads_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own switch for that is for files, and what comes is none."""
+    monkeypatch.setattr("torch.utils.serialization.config.load.mmap", True)
+    there, sent = tp.Queue(serializer="torch_save"), torch.arange(3)
+    there.put(sent)
+    assert torch.equal(there.get(timeout=20), sent)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from children import in_thread
 from crash_points import LIMIT, dies_at, in_child, interrupted_at, reap
-from inside import keep_spare, open_queue_of
+from inside import keep_spare, open_queue_of, shared_queue_of
 from wholeness import drain, points, stride
 
 from tensorpipe_ipc.errors import Empty
 from tensorpipe_ipc.memory.row import DONE, GET, PUT
+from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
@@ -261,3 +262,37 @@ def test_generations_of_workers_take_no_more_records_than_one(attachment: Attach
     counting = [record for record in rows.records(1) if record.size == 1 and attachment.words[record.tally]]
     assert len(counting) == 3
     assert queue.tasks.unfinished() == 0
+
+
+def test_a_worker_killed_as_a_get_ends_is_seen_first_by_one_that_lacks_its_queue() -> None:
+    """All but the last step of its count was done. The next worker does its own tasks, and those alone."""
+    other = Queue()
+
+    def work() -> None:
+        tasks = JoinableQueue()
+        for number in range(4):
+            tasks.put(number)
+
+        def get_and_die() -> None:
+            tasks.get()
+            (operation,) = open_queue_of(shared_queue_of(tasks)).operations[-1:]
+            shared_queue_of(tasks).words[operation.tally] += 1  # as before J4
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        assert reap(in_child(get_and_die)) == -signal.SIGKILL
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+        def get_and_report() -> None:
+            for _ in range(3):
+                tasks.get(timeout=LIMIT)
+                tasks.task_done()
+
+        assert reap(in_child(get_and_report)) == 0
+        in_thread(tasks.join)(LIMIT)
+
+    worker = in_child(work)
+    os.waitpid(worker, os.WUNTRACED)
+    other.put(1)
+    other.statistics()  # it looks for the dead
+    os.kill(worker, signal.SIGCONT)
+    assert reap(worker) == 0

@@ -326,3 +326,20 @@ def test_no_thread_sets_the_generator_of_connections_numbers_back_while_another_
     for each in sockets:
         each.close()
     zmq_contexts.release(end)
+
+
+def test_an_end_that_no_thread_is_left_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq would end the process. Once there are some again, it opens."""
+    start, left = threading.Thread.start, [2]
+
+    def start_some(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with pytest.raises(tp.Refused, match=r"can't start new thread.*raise the limit \(ulimit -u"):
+        tp.Consumer("tcp://127.0.0.1:0")
+    left[0] = 1_000
+    tp.Consumer("tcp://127.0.0.1:0").close()

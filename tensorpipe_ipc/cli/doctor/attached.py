@@ -1,6 +1,7 @@
 """Find the ends that are attached to an endpoint, their transport, and its reason.
 
-It looks up a process only by the end's own file: a peer may claim any process over the socket.
+It looks up a process only by the end's own file: a peer may claim any process over the socket. Of such a one it asks no more
+than if it lives.
 """
 
 from __future__ import annotations
@@ -8,12 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-import psutil
-
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
 from tensorpipe_ipc.endpoints import rendezvous_file
 from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, published_statuses
-from tensorpipe_ipc.process import Identity, identity, is_alive, own_hosts
+from tensorpipe_ipc.process import Identity, identity, is_alive, open_ports, own_hosts
 from tensorpipe_ipc.zeromq.address_claim import owner_of
 from tensorpipe_ipc.zeromq.addresses import Address, check_socket_file, parse
 
@@ -36,11 +35,9 @@ def findings(endpoint: str) -> Iterator[Finding]:
     binders, own = [status for status in ends if status.binds], {status.identity for status in ends}
     connectors = [status for status in ends if not status.binds]
     if not binders:
-        is_open, here = _is_open(address), identity()
+        is_open = _is_open(address)
         peers = (peer for end in connectors for peer in end.peers)
-        yield _unbound(
-            address, next((each for each in peers if is_open or not each.identity.same_namespace(here)), None), is_open
-        )
+        yield _unbound(address, next((peer for peer in peers if _may_bind(peer, is_open)), None), is_open)
     for binder in binders:
         yield Finding("bound by", State.OK, f"a {binder.role}, {_process(binder.identity)}{_file(address)}")
         if not binder.peers:
@@ -64,14 +61,19 @@ def _is_here(host: str) -> bool:
 
 def _is_open(address: Address) -> bool:
     """Return whether a process of this host, of whatever user, has a tcp port open for others, as the kernel says."""
-    host, _, port = address.text.rpartition(":")
-    if address.scheme != "tcp" or not _is_here(host):
+    if address.scheme != "tcp" or not _is_here(address.text.rpartition(":")[0]):
         return False
-    try:
-        sockets = psutil.net_connections("tcp")
-    except (OSError, psutil.Error):  # no /proc
-        return False
-    return any(each.status == psutil.CONN_LISTEN and each.laddr and str(each.laddr.port) == port for each in sockets)
+    return any(_may_be_one(_tcp(ip, port), address.text) for ip, port in open_ports())
+
+
+def _tcp(ip: str, port: int) -> str:
+    ip = ip.removeprefix("::ffff:")  # of IPv4, at a socket of IPv6
+    return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
+
+
+def _may_bind(peer: Attached, is_open: bool) -> bool:
+    """Return whether a connector may be right about a binder that is not seen: it is elsewhere, or another user's."""
+    return not peer.identity.same_namespace(identity()) or (is_open and is_alive(peer.identity))
 
 
 def _unbound(address: Address, peer: Attached | None, is_open: bool) -> Finding:
