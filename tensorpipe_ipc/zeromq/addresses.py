@@ -57,7 +57,7 @@ class Address(NamedTuple):
     def has_name(self) -> bool:
         """Return whether a host has to be found by its name."""
         host = self.text.rpartition(":")[0].removeprefix("tcp://")
-        return self.scheme == "tcp" and not (host == "*" or host.startswith("[") or host.replace(".", "").isdigit())
+        return self.scheme == "tcp" and host != "*" and not _is_number(host.strip("[]"))
 
 
 def parse(endpoint: str, *, has_keys: bool = False) -> Address:
@@ -249,6 +249,14 @@ def _tcp(endpoint: str, rest: str, has_keys: bool) -> Address:
         )
     host = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
     return Address("tcp", f"tcp://{host}:{port}", is_remote=is_remote)
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(host: str) -> bool:

@@ -30,6 +30,7 @@ from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.curve import Gate, read_keys, use_keys
 from tensorpipe_ipc.zeromq.frame_reader import NamedFrameReader
 from tensorpipe_ipc.zeromq.kernel_sockets import hang_up, listener, process_behind
+from tensorpipe_ipc.zeromq.names import places
 from tensorpipe_ipc.zeromq.zmq_contexts import (
     acquire,
     check_descriptors,
@@ -70,6 +71,7 @@ class Binder(FrameSocket):
         self._reader: NamedFrameReader | Any = None
         self._fd = self._gate_fd = -1  # once they are watched
         self._gate: Gate | None = None
+        self._places: list[str] = []  # what may be bound; the first that is this host's will be
         self._made: list[os.stat_result] = []  # the socket file
         self._listening = (-1, 0)  # the descriptor, of libzmq's, by which this end is connected to; and its inode
         # A descriptor that libzmq is given, and has from the moment on at which it is bound.
@@ -78,8 +80,12 @@ class Binder(FrameSocket):
 
     def open(self, told: Callable[[Exception], None]) -> None:
         """See FrameSocket."""
-        address, context = self.address, acquire(self, own=self._security is not None)
-        self._context = context
+        address = self.address
+        try:
+            self._places = [place.text for place in places(address)]  # before anything is held that others wait for
+        except OSError as error:
+            raise Refused(f"{address.text} cannot be bound: {error.strerror}") from None
+        context = self._context = acquire(self, own=self._security is not None)
         self._socket = router(context)
         self._reader = NamedFrameReader(self._socket, self.tears)
         if self._security is not None:
@@ -133,21 +139,29 @@ class Binder(FrameSocket):
         self._listening = fd, os.fstat(fd).st_ino
 
     def _bind_to_address(self) -> None:
-        text, deadline = self.address.text, time.monotonic() + _LETTING_GO
+        text, left = self.address.text, len(self._places)
         check_descriptors()  # strangers at another end's port may have taken them since the end began to open
-        try:
-            while True:
-                try:
-                    self._socket.bind(text)
-                    return
-                except zmq.ZMQError as error:
-                    if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
-                        raise
-                time.sleep(_LETTING_GO / 20)  # an end of this process that was just closed may still have it
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EADDRINUSE, errno.EACCES):
-                raise Refused(f"{text} is in use: {error.strerror}; close its owner or use another") from None
-            raise Refused(f"{text} cannot be bound: {error.strerror}") from None
+        for place in self._places:
+            left -= 1
+            try:
+                self._bind_once_free(place)
+                return
+            except zmq.ZMQError as error:
+                if error.errno in (zmq.EADDRINUSE, errno.EACCES):
+                    raise Refused(f"{text} is in use: {error.strerror}; close its owner or use another") from None
+                if not left:
+                    raise Refused(f"{text} cannot be bound: {error.strerror}") from None
+
+    def _bind_once_free(self, place: str) -> None:
+        deadline = time.monotonic() + _LETTING_GO
+        while True:
+            try:
+                self._socket.bind(place)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                    raise
+            time.sleep(_LETTING_GO / 20)  # an end of this process that was just closed may still have it
 
     def drop_listener(self) -> None:
         """In a forked child: close the copy of the socket that listens, which would keep the address from the next binder."""

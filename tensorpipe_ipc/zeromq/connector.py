@@ -5,7 +5,8 @@ the next binder is tried, and may be there. Two binders never mix.
 
 * A try that failed is made again after 10 ms, and ever later, up to 0.2 s; with keys after 0.2 s at once, as one with the
   wrong ones would go on for ever. So a binder that was started anew, with other keys or a longer list, is found. It is made
-  inside put, get and flush, as there is no thread. Who waits on the descriptor alone is told when it is due, each second.
+  inside put, get and flush, as no thread does it. Who waits on the descriptor alone is told when it is due, each second.
+* A host's name is looked up beside that (``names``). Each try is by the next of its addresses, once one is known.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.zeromq.addresses import Address, check_chain, check_folder, check_socket_file, is_shared
 from tensorpipe_ipc.zeromq.curve import read_keys, use_keys
 from tensorpipe_ipc.zeromq.line import Line
+from tensorpipe_ipc.zeromq.names import Host
 from tensorpipe_ipc.zeromq.timer_fd import TimerFd
 from tensorpipe_ipc.zeromq.zmq_contexts import acquire, has_descriptors, is_bound_here, open_socket
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, Unreachable
@@ -48,6 +50,7 @@ class Connector(FrameSocket):
         super().__init__(address, receives=receives, window=window, security=security)
         self._context: zmq.Context[Any]
         self._keys: dict[int, bytes] = {}
+        self._host = Host(address) if address.has_name else None
         self._line: Line | None = None  # that is tried, or by which is sent
         self._last: Line | None = None  # the one before it, which has ended and is not read out
         self._open: dict[Line, None] = {}  # both, and what an exception has kept from being one of them, or closed
@@ -68,6 +71,8 @@ class Connector(FrameSocket):
 
     def open(self, told: Callable[[Exception], None]) -> None:  # noqa: ARG002 - nobody comes to a connector
         """See FrameSocket."""
+        if self._host is not None and self.address.text.endswith(":*"):  # as libzmq says of a number
+            raise Refused(f"{self.address.text} cannot be connected to: {os.strerror(errno.EINVAL)}")
         if self.address.path:
             check_folder(self.address.path)  # the socket may come later: it must be nobody else who puts it there
             check_socket_file(self.address.path)
@@ -89,6 +94,8 @@ class Connector(FrameSocket):
         """
         if self.address.scheme == "inproc":
             return is_bound_here(self.address.text)
+        if self._host is not None:
+            return self._host.is_found()
         if not self.address.path:
             return True
         try:
@@ -107,7 +114,8 @@ class Connector(FrameSocket):
         self._set_up(socket, {})
         if self._keys:
             use_keys(socket, self._keys, bind=False)
-        line = Line(socket, self.address, self.tears, is_shared=self._is_shared)
+        address = self.address if self._host is None else self._host.next()
+        line = Line(socket, address, self.tears, is_shared=self._is_shared)
         self._is_settled = False
         self._open[line] = None
         line.open(self._context)
@@ -144,6 +152,8 @@ class Connector(FrameSocket):
             self._connections += 1
             line.routing = self._connections.to_bytes(4, "little")
             self._pause, self._failed, self._failures = self._shortest, None, 0
+            if self._host is not None:
+                self._host.stood()
             self._settle()
         if line.is_up:
             self.connection, self.routing = self._connections, line.routing
@@ -171,6 +181,9 @@ class Connector(FrameSocket):
 
     def _pace(self) -> None:
         self._is_settled = False
+        if self._host is not None and self._host.is_awaited:
+            self._due = time.monotonic() + self._host.patience()
+            return
         self._due = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _LONGEST if self._timer is None else _RARELY)
 
@@ -278,7 +291,11 @@ class Connector(FrameSocket):
         if self._line is None:
             self._due = 0.0
             self._hear()
-        line, deadline = self._line, time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
+        while self._host is not None and self._host.is_due_soon and (left := deadline - time.monotonic()) > 0:
+            time.sleep(max(0.0, min(left, self._due - time.monotonic())))
+            self._hear()
+        line = self._line
         while (
             not self.connection
             and line is not None
@@ -313,7 +330,7 @@ class Connector(FrameSocket):
             line = self._line
             is_reached = self._was_reached if line is None else line.is_reached and not line.routing
             if not is_reached:
-                return ""
+                return "" if self._host is None else self._host.trouble()
             if self._security is not None:  # an end lets somebody in only inside its calls
                 return "somebody listens there, and has not answered yet: an end that is busy, or stopped, or another program"
             return "somebody listens there, and does not answer as an end does: another program, or stopped"

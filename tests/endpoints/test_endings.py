@@ -1851,16 +1851,6 @@ def test_another_program_that_listens_at_the_address_is_told(says: bytes | None)
             serving()
 
 
-def test_a_host_that_nobody_has_is_told(tmp_path: Path) -> None:
-    """It may be the name that is wrong."""
-    keys = secured.make_keys(tmp_path / "keys")
-    with tp.Producer("tcp://no-such-host.invalid:5555", linger=0, security=secured.connectors(keys)) as producer:
-        with pytest.raises(
-            tp.Full, match="nobody listens there, or no host has that name; one of the two ends must be"
-        ):
-            producer.put(1, 1)
-
-
 @pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
 def test_a_refusal_ends_with_the_binder_that_said_it(endpoint: str, free_port: int) -> None:
     """Nobody refuses once it is gone; and the next one is asked."""
