@@ -52,7 +52,7 @@ def undisturbed() -> Iterator[None]:
     try:
         yield
     finally:
-        _section.depth = max(0, _section.depth - 1)  # it is 0 in a child that a handler has forked within
+        _section.depth -= _section.depth > 0  # with no call. It is 0 in a child that a handler has forked within
         while _section.waiting and not _section.depth:
             function, arguments = _section.waiting.pop()
             function(*arguments)
