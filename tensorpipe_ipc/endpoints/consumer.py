@@ -433,7 +433,10 @@ class Consumer(End):
             )
         if isinstance(error, _RAISED):
             self._receiver.in_hand = False
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame, which would keep the message until garbage is collected
         self._receiver.conversation.reject(error, peer)
         self._receiver.in_hand = False
 

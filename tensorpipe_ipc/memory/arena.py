@@ -68,7 +68,7 @@ import math
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import context
 from time import monotonic, sleep, thread_time
 from typing import Any
@@ -827,12 +827,20 @@ class Arena(Extents):
         self._look_at = now + IDLE
         if self.words[GROWN] and not (waits and self._is_seen(now)):
             began = thread_time()  # a time for which the process was stopped does not count
-            self._see_for(now, IDLE)
+            stays = waits or bool(self._seen)  # else it may end before it has found anything
+            if stays:
+                self._see_for(now, IDLE)
             look()
             self._give_back_idle()
             pause = max(IDLE, SELDOM * (thread_time() - began))
             self._look_at = now + pause
-            self._see_for(now, pause)
+            if stays:
+                self._see_for(now, pause)
+
+    @property
+    def rest(self) -> float:
+        """Return the seconds until ``mind_idle`` is due again."""
+        return max(0.01, self._look_at - monotonic())
 
     def _is_seen(self, now: float) -> bool:
         """Return whether another process's look is enough for now. Its clock may be another one, in a namespace of its own."""
@@ -911,19 +919,19 @@ class Arena(Extents):
             self.rows.finished(row)
         return done
 
-    def sweep(self, rows: Sequence[int], spared: Container[int] = ()) -> set[int]:
+    def sweep(self, rows: Sequence[int], spared: Mapping[int, Container[int]] | None = None) -> set[int]:
         """Free what dead rows were writing or held, wherever it lies, in one look. The caller has the rows' locks.
 
         May be cut short anywhere: whoever comes next finds the rest.
 
         Args:
             rows: at least one.
-            spared: blocks to leave alone, as a token in a row names them that only others can judge.
+            spared: by row, blocks of it to leave alone, as a token there names them that only others can judge.
 
         Returns:
             Those of which that was all: what is held stays so while a child of the dead process may read it.
         """
-        words, of_row, done = self.words, dict[int, int](), set(rows)
+        words, of_row, done, spared = self.words, dict[int, int](), set(rows), spared or {}
         for row in rows:
             of_row[self.rows.holder(row) | WRITING] = row
             if self.rows.has_fork_marker(row):
@@ -934,10 +942,11 @@ class Arena(Extents):
         try:
             for start, kind, units, in_doubt in self.walk(hazard_word(rows[0], WALKING)):
                 for block in self.blocks_that(start, kind, units, HOLDER, of_row):
-                    if block not in spared:
-                        state = words[block >> 3] & HOLDER
+                    state = words[block >> 3] & HOLDER
+                    dead = of_row.get(state)  # None: it has changed, in an extent that changes hands
+                    if dead is not None and block not in spared.get(dead, ()):
                         if in_doubt:
-                            done.discard(of_row[state])
+                            done.discard(dead)
                         else:
                             if not self._is_small(kind) and state & 15 == WRITING:
                                 self._punch_untold(block, size_of(kind))

@@ -415,11 +415,11 @@ class Rows:
         Other threads of this process, and signal handlers, are kept out too: to the kernel they are the same holder.
         Never waits.
         """
+        held = list[int]()
         if self.is_recovering:
             yield []
             return
-        self.is_recovering = True  # with no call since the look: no other thread and no handler comes in between
-        held = list[int]()
+        self.is_recovering = True  # with no call since the look, nor until the try: nobody comes in between
         try:
             for row in rows:
                 if row != self.index:

@@ -118,7 +118,7 @@ class Codec:
     def take_apart(self, obj: Any) -> Apart:
         """Take an object apart: into a tree, if a tree keeps all that pickle keeps of it, or else into a pickle.
 
-        Each object in it is reduced once at most.
+        Each object in it is reduced once at most. What takes a registered object apart may be called again.
 
         Raises:
             Exception: any error that the object raises when it is pickled.

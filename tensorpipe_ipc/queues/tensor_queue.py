@@ -538,7 +538,7 @@ def _may_change(apart: Apart | None, metadata: bytes) -> bool:
     It may if user code supplied the leaves (``__reduce__``, or ``to`` of a registered type): such code may reuse one buffer.
     """
     flat = None if apart is None else apart[0]
-    return bool(metadata[0] & PICKLED) or (flat is not None and None in flat.nodes)
+    return bool(metadata[0] & PICKLED) or (flat is not None and (bool(flat.made) or None in flat.nodes))
 
 
 def _seconds(block: bool, timeout: float | None) -> float | None:

@@ -7,6 +7,7 @@ something that a dead process may have taken with it are cut into slices, with `
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 import weakref
@@ -28,6 +29,7 @@ from tensorpipe_ipc.shared_queue.tokens import QueueHandle, block_of
 __all__ = ["Attachment", "attachment_of", "default_attachment"]
 
 _PATIENCE = 0.5  # seconds
+_AT_ONCE = 64  # rows that one look at memory is for: nobody else can take theirs meanwhile
 _GLANCE = 0.02  # seconds in which who has what is gathered for an error's text
 
 
@@ -93,11 +95,13 @@ class Attachment:
 
     def _recover(self, rows: Iterable[int], owners: Collection[int] = ()) -> None:
         """Finish those rows whose processes are dead."""
-        with self.rows.locked(rows) as dead:
-            done = self.recovery.finish([row for row in dead if not self.rows.is_finished(row)])
-            for row in dead:
-                if row in owners and self.rows.is_finished(row):
-                    self.arena.inherit(row)
+        rest, done = iter(rows), False
+        while some := list(itertools.islice(rest, _AT_ONCE)):
+            with self.rows.locked(some) as dead:
+                done = bool(self.recovery.finish([row for row in dead if not self.rows.is_finished(row)])) or done
+                for row in dead:
+                    if row in owners and self.rows.is_finished(row):
+                        self.arena.inherit(row)
         if done:  # their queues may be nobody's now
             self.orphans.destroy_all()
 

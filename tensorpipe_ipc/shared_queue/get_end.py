@@ -30,7 +30,6 @@ from tensorpipe_ipc.memory.arena import (
     GENERATION_AT,
     HEADER,
     HOLDER,
-    IDLE,
     METADATA,
     METADATA_AT,
     NBYTES,
@@ -407,7 +406,7 @@ class GetEnd:
         pipe = select.poll()
         pipe.register(self.tickets.fd, select.POLLIN)
         arena = self.arena
-        while self.words[GROWN] and not keeping and not pipe.poll(0 if arena.is_giving_back else 1000 * IDLE):
+        while self.words[GROWN] and not keeping and not pipe.poll(0 if arena.is_giving_back else 1000 * arena.rest):
             self.attachment.mind_idle(waits=True)
         if keeping:  # such a wait is cut into slices after all
             raise _Again

@@ -136,7 +136,7 @@ class Recovery:
         Memory is looked at once for all of them: many may have died at once.
         """
         spared = {row: self._judge(row) for row in rows}
-        swept, done = self.arena.sweep(rows, set[int]().union(*spared.values())) if rows else set[int](), set[int]()
+        swept, done = self.arena.sweep(rows, spared) if rows else set[int](), set[int]()
         for row in rows:
             self.rows.leave_unjudged(row, is_so=bool(spared[row]), is_swept=row in swept)
             if row in swept and not spared[row]:

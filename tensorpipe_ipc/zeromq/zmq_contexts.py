@@ -47,7 +47,10 @@ _T = TypeVar("_T")
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
 _REAPERS = 12  # pyzmq's thread for lent memory takes seven, and libzmq ends the process where it finds none
-_THREADS = 3  # two of a context, and pyzmq's for lent memory
+_OF_A_CONTEXT, _OF_THE_REAPER = (
+    3,
+    5,
+)  # threads, and one to spare: two of a context; pyzmq's, its starter, and its context's
 _SOCKETS = 8  # a socket, what watches it, and its connection take four
 
 
@@ -78,7 +81,7 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
     with shared.lock:
         context = shared.common
         if own or context is None:
-            _check_threads()
+            _check_threads(_OF_A_CONTEXT)
             # It is known, and in use, from its first moment on, whatever a signal's handler does next.
             shared.contexts.update(zip(map(zmq.Context, (1,)), ({id(end)},), strict=True))
             context = next(made for made, ends in reversed(shared.contexts.items()) if id(end) in ends)
@@ -165,21 +168,21 @@ def check_descriptors(count: int = _SOCKETS) -> None:
         taken.clear()
 
 
-def _check_threads() -> None:
-    """See that threads for a context can be started: libzmq ends the process where they cannot.
+def _check_threads(count: int) -> None:
+    """See that so many threads can be started: libzmq ends the process where it cannot.
 
     Raises:
         Refused: they cannot.
     """
     done, started = threading.Event(), list[threading.Thread]()
     try:
-        while len(started) < _THREADS:
+        while len(started) < count:
             thread = threading.Thread(target=done.wait, daemon=True)
             thread.start()
             started.append(thread)
     except RuntimeError as failed:
         raise Refused(
-            f"no end can be opened: {failed} ({_THREADS} are needed): end some, or raise the limit (ulimit -u, or the "
+            f"no end can be opened: {failed} ({count} are needed): end some, or raise the limit (ulimit -u, or the "
             "container's pids.max)"
         ) from None
     finally:
@@ -254,7 +257,7 @@ def hold_reaper() -> None:
     interrupt, and is asked by what is done in one step.
 
     Raises:
-        Refused: too few descriptors are left to start it.
+        Refused: too few descriptors, or threads, are left to start it.
     """
     if pyzmq_reaper is None or running_threads is None:
         return
@@ -262,6 +265,7 @@ def hold_reaper() -> None:
     if thread is not None and pyzmq_reaper.pid == os.getpid() and "is_alive" in thread.__dict__:
         return
     check_descriptors(_REAPERS)
+    _check_threads(_OF_THE_REAPER)
     watch(_renew_reapers_lock)
     _run_undisturbed(_start_reaper)
 

@@ -797,7 +797,6 @@ def test_what_lies_idle_is_given_back_by_one_that_always_finds_a_message(
 def test_what_lies_idle_is_given_back(large_ctx: Any, who: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever gets or puts, also if it never had that memory."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
-    monkeypatch.setattr("tensorpipe_ipc.shared_queue.get_end.IDLE", 0.1)
     there, other, go = large_ctx.Queue(), large_ctx.Queue(), large_ctx.Queue()
     make_look_due(large_ctx.tensorpipe_attachment().arena)
 
@@ -824,7 +823,6 @@ def test_what_lies_idle_is_given_back(large_ctx: Any, who: Any, monkeypatch: pyt
 def test_of_many_that_wait_in_get_one_looks_for_what_lies_idle(large_ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look walks all memory, and what is in use keeps them at it."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
-    monkeypatch.setattr("tensorpipe_ipc.shared_queue.get_end.IDLE", 0.1)
     there, other, (told, tell) = large_ctx.Queue(), large_ctx.Queue(), os.pipe()
     for _ in range(8):
         other.put(octets(MIB))
@@ -951,7 +949,6 @@ def test_what_a_killed_process_had_is_given_back_by_who_waits(
 ) -> None:
     """For a message that does not come: who waits never needs memory."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
-    monkeypatch.setattr("tensorpipe_ipc.shared_queue.get_end.IDLE", 0.1)
     there, other = large_ctx.Queue(), large_ctx.Queue()
     for _ in range(3):
         other.put(octets(4 * MIB))

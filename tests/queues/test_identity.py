@@ -476,3 +476,20 @@ def test_a_registered_object_crosses_by_what_takes_it_apart_and_makes_it(beside:
             assert got[1] in (made[0], "x")
         assert torch.equal(made[0].rotation, sent.rotation)
     assert there.statistics().bytes_put < 4 * 1000
+
+
+class Filled:
+    """It is taken apart into one buffer, which is filled anew each time."""
+
+    buffer = torch.zeros(20)
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+
+def test_objects_that_are_taken_apart_into_one_buffer_keep_their_own_content() -> None:
+    """put_many reads each before it takes the next one apart."""
+    tp.register_type(Filled, to=lambda each: each.buffer.fill_(each.number), from_=lambda tensor: tensor.tolist())
+    there = tp.Queue()
+    there.put_many([Filled(number) for number in range(5)])
+    assert [there.get(timeout=LIMIT) for _ in range(5)] == [[float(number)] * 20 for number in range(5)]

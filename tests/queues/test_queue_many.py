@@ -1115,6 +1115,41 @@ def test_what_a_dead_process_held_is_freed_though_only_another_can_finish_what_i
         os.close(end)
 
 
+def test_what_one_of_two_that_died_at_once_held_is_freed_though_the_others_put_is_in_doubt() -> None:
+    """It is what the other one was just putting. A look that cannot judge that finds both."""
+    mine, sent = Queue(), torch.zeros(50_000)
+    send = PutEnd._send
+
+    def send_and_die(self: PutEnd, operation: Any, word: int, generation: int) -> None:
+        ticket = self.words[operation.ticket]
+        send(self, operation, word, generation)
+        self.words[operation.ticket] = ticket  # as before P8
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def have_a_queue_that_two_dead_ones_have_used() -> None:
+        there = Queue(maxsize=2)
+
+        def put_and_die() -> None:
+            PutEnd._send = send_and_die  # type: ignore[method-assign]
+            there.put(sent)
+
+        def hold_and_die() -> None:
+            tensor = there.get(copy=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+            del tensor
+
+        for act in (put_and_die, hold_and_die):
+            assert reap(in_child(act)) == -signal.SIGKILL
+        os.kill(os.getpid(), signal.SIGSTOP)
+        assert not there.statistics().holders
+
+    other = in_child(have_a_queue_that_two_dead_ones_have_used)
+    os.waitpid(other, os.WUNTRACED)
+    mine.statistics()
+    os.kill(other, signal.SIGCONT)
+    assert reap(other) == 0
+
+
 def test_a_dead_ones_place_is_found_beside_puts_that_wait_for_another_queue() -> None:
     """Threads that wait for a queue look for the dead, but cannot finish what was begun in a queue that they do not have."""
     full = Queue(maxsize=1)

@@ -63,7 +63,10 @@ def _is_open(address: Address) -> bool:
     """Return whether a process of this host, of whatever user, has a tcp port open for others, as the kernel says."""
     if address.scheme != "tcp" or not _is_here(address.text.rpartition(":")[0]):
         return False
-    return any(_may_be_one(_tcp(ip, port), address.text) for ip, port in open_ports())
+    return any(
+        address.text.endswith(f":{port}") if address.has_name else _may_be_one(_tcp(ip, port), address.text)
+        for ip, port in open_ports()
+    )
 
 
 def _tcp(ip: str, port: int) -> str:
