@@ -1134,12 +1134,17 @@ def test_what_one_of_two_that_died_at_once_held_is_freed_though_the_others_put_i
             there.put(sent)
 
         def hold_and_die() -> None:
-            tensor = there.get(copy=False)
+            shared_queue_of(there).attachment.attach()  # while the other one lives, or it would see to it
+            os.write(tell, b"x")
+            tensor = there.get(timeout=LIMIT, copy=False)
             os.kill(os.getpid(), signal.SIGKILL)
             del tensor
 
-        for act in (put_and_die, hold_and_die):
-            assert reap(in_child(act)) == -signal.SIGKILL
+        told, tell = os.pipe()
+        holder = in_child(hold_and_die)
+        os.read(told, 1)
+        for each in (in_child(put_and_die), holder):
+            assert reap(each) == -signal.SIGKILL
         os.kill(os.getpid(), signal.SIGSTOP)
         assert not there.statistics().holders
 
