@@ -40,9 +40,7 @@ class Flat(NamedTuple):
     leaves: list[torch.Tensor]  # in the order of the spec; arrays and storages as tensors on the same memory
     values: list[Any]  # bool, int, float, str
     in_keys: list[int]  # of each tuple in a key: the nodes that it and its items count for
-    nodes: list[
-        int | None
-    ]  # ids of containers, arrays, storages, bytes and registered objects; None where pickle keeps more
+    nodes: list[int | None]  # ids of what may stand there twice, but tensors; None for what pickle keeps more of
     made: list[Any]  # for this tree alone: else the next object may have the same id
 
     def is_plain(self, apart: bool) -> bool:

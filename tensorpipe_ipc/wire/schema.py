@@ -454,9 +454,8 @@ def _address(payload: memoryview) -> int:
 def _span(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int) -> torch.Tensor:
     """Memory that is all of its storage, for views count from there."""
     span = _decode(serializer, meta, payload, own)
-    return (
-        span if span.is_contiguous() and span.untyped_storage().nbytes() == span.nbytes else cloned(span, len(payload))
-    )
+    is_all = span.is_contiguous() and span.untyped_storage().nbytes() == span.nbytes
+    return span if is_all else cloned(span, len(payload))
 
 
 def _view(span: torch.Tensor, leaf: LeafMeta, *, restored: bool = False) -> torch.Tensor:

@@ -47,10 +47,8 @@ _T = TypeVar("_T")
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
 _REAPERS = 12  # pyzmq's thread for lent memory takes seven, and libzmq ends the process where it finds none
-_OF_A_CONTEXT, _OF_THE_REAPER = (
-    3,
-    5,
-)  # threads, and one to spare: two of a context; pyzmq's, its starter, and its context's
+_OF_A_CONTEXT = 3  # threads: two, and one to spare
+_OF_THE_REAPER = 5  # its own, the one that starts it, two of its context, and one to spare
 _SOCKETS = 8  # a socket, what watches it, and its connection take four
 
 
