@@ -219,6 +219,14 @@ def test_a_binder_that_is_not_seen_from_here_is_told_of_by_its_connector(monkeyp
             assert "frames" in connector.text
 
 
+def test_another_program_that_listens_at_a_name_of_this_host_is_not_called_nobody() -> None:
+    """The kernel says its number, and the endpoint the name."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        (found,) = _of(f"tcp://{socket.gethostname()}:{other.getsockname()[1]}")
+        assert found.state is State.NO
+        assert "which is no end of ours" in found.text
+
+
 def test_who_left_is_not_told_of_any_more() -> None:
     """Nor are the copies of a status that forked children have."""
     with tp.Consumer("left") as consumer:

@@ -820,6 +820,26 @@ def test_what_lies_idle_is_given_back(large_ctx: Any, who: Any, monkeypatch: pyt
             assert not waiter.is_alive()
 
 
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_process_keeps_those_that_wait_from_looking_once_it_has_looked_twice(large_ctx: Any, looks: int) -> None:
+    """What was not used since the last look is idle. One that ends after its first look finds nothing, and others must."""
+    there = large_ctx.Queue()
+    there.put(octets(2 * MIB))
+    arena, seen = large_ctx.tensorpipe_attachment().arena, list[bool]()
+
+    def look() -> None:
+        there.qsize()
+        large_ctx.tensorpipe_attachment().attach()
+        for _ in range(looks):
+            make_look_due(arena)
+            arena.mind_idle()
+
+    assert reap(in_child(look)) == 0
+    make_look_due(arena)
+    arena.mind_idle(lambda: seen.append(True), waits=True)
+    assert seen == [True] * (looks == 1)
+
+
 def test_of_many_that_wait_in_get_one_looks_for_what_lies_idle(large_ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look walks all memory, and what is in use keeps them at it."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)

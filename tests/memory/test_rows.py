@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crash_points import interrupted_at
 from programs import ran_in_fork
 
 from tensorpipe_ipc.errors import SharedMemoryError
@@ -350,3 +352,19 @@ def test_the_parts_of_a_row_follow_each_other_to_the_word() -> None:
     assert (record_of(3, 0).hazard, end.hazard, hazard_word(3, HAZARDS)) == (base + 30416, base + 32399, base + 32402)
     assert [each.size for each in first.each()] == [1] * 64
     assert list(last.each()) == [last]
+
+
+def test_an_exception_as_dead_rows_are_locked_keeps_nobody_from_them_later(rows: Any, child: Any, kill: Any) -> None:
+    """At each step of it. They can be locked again, and are not while they are."""
+    kill(child(lambda: attached(rows)))
+
+    def lock() -> None:
+        with rows.locked([1]):
+            pass
+
+    for point in itertools.count(1):
+        if not interrupted_at(point, lock):
+            break
+        with rows.locked([1]) as dead:
+            assert dead == [1], f"after step {point}"
+    assert point > 5
