@@ -304,7 +304,11 @@ class Consumer(End):
                         receiver.in_hand = False  # it is get's; there is no call in between
                         return taken
                     if taken is not NOTHING:
-                        self._raise_or_reject(taken, peer)
+                        taken, refused = NOTHING, taken
+                        try:
+                            self._raise_or_reject(refused, peer)
+                        finally:
+                            del refused  # its traceback has this frame, too
                     continue
                 patience = 0
             arrived = receiver.pump(patience)

@@ -827,7 +827,7 @@ class Arena(Extents):
         self._look_at = now + IDLE
         if self.words[GROWN] and not (waits and self._is_seen(now)):
             began = thread_time()  # a time for which the process was stopped does not count
-            stays = waits or bool(self._seen)  # else it may end before it has found anything
+            stays = bool(self._seen)  # else it may end before it has found anything
             if stays:
                 self._see_for(now, IDLE)
             look()
@@ -839,8 +839,8 @@ class Arena(Extents):
 
     @property
     def rest(self) -> float:
-        """Return the seconds until ``mind_idle`` is due again."""
-        return max(0.01, self._look_at - monotonic())
+        """Return for how many seconds ``mind_idle`` need not be called."""
+        return IDLE if self.rows.index < 0 else min(max(0.01, self._look_at - monotonic()), LONGEST)
 
     def _is_seen(self, now: float) -> bool:
         """Return whether another process's look is enough for now. Its clock may be another one, in a namespace of its own."""

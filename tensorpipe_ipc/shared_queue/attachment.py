@@ -95,15 +95,15 @@ class Attachment:
 
     def _recover(self, rows: Iterable[int], owners: Collection[int] = ()) -> None:
         """Finish those rows whose processes are dead."""
-        rest, done = iter(rows), False
+        rest = iter(rows)
         while some := list(itertools.islice(rest, _AT_ONCE)):
             with self.rows.locked(some) as dead:
-                done = bool(self.recovery.finish([row for row in dead if not self.rows.is_finished(row)])) or done
+                done = self.recovery.finish([row for row in dead if not self.rows.is_finished(row)])
                 for row in dead:
                     if row in owners and self.rows.is_finished(row):
                         self.arena.inherit(row)
-        if done:  # their queues may be nobody's now
-            self.orphans.destroy_all()
+            if done:  # their queues may be nobody's now
+                self.orphans.destroy_all()
 
     def mind_idle(self, *, waits: bool = False) -> None:
         """Give back memory that lies idle, after a look for the dead and for queues that nobody has, if that is due.

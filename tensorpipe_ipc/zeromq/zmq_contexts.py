@@ -172,21 +172,30 @@ def _check_threads(count: int) -> None:
     Raises:
         Refused: they cannot.
     """
+    failed = list[RuntimeError]()
+    _run_undisturbed(functools.partial(_try_threads, count - 1, failed))
+    if failed:
+        raise Refused(
+            f"no end can be opened: {failed[0]} ({count} are needed): end some, or raise the limit (ulimit -u, or the "
+            "container's pids.max)"
+        ) from None
+
+
+def _try_threads(count: int, failed: list[RuntimeError]) -> None:
     done, started = threading.Event(), list[threading.Thread]()
     try:
         while len(started) < count:
             thread = threading.Thread(target=done.wait, daemon=True)
             thread.start()
             started.append(thread)
-    except RuntimeError as failed:
-        raise Refused(
-            f"no end can be opened: {failed} ({count} are needed): end some, or raise the limit (ulimit -u, or the "
-            "container's pids.max)"
-        ) from None
+    except RuntimeError as error:
+        failed.append(error)
     finally:
         done.set()
         for thread in started:
             thread.join()
+        if running_threads is not None:
+            running_threads.pop(_thread.get_ident(), None)  # or it is listed for ever
 
 
 def release(end: object) -> None:

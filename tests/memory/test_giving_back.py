@@ -820,8 +820,11 @@ def test_what_lies_idle_is_given_back(large_ctx: Any, who: Any, monkeypatch: pyt
             assert not waiter.is_alive()
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("looks", [1, 2])
-def test_a_process_keeps_those_that_wait_from_looking_once_it_has_looked_twice(large_ctx: Any, looks: int) -> None:
+def test_a_process_keeps_those_that_wait_from_looking_once_it_has_looked_twice(
+    large_ctx: Any, looks: int, waits: bool
+) -> None:
     """What was not used since the last look is idle. One that ends after its first look finds nothing, and others must."""
     there = large_ctx.Queue()
     there.put(octets(2 * MIB))
@@ -832,7 +835,7 @@ def test_a_process_keeps_those_that_wait_from_looking_once_it_has_looked_twice(l
         large_ctx.tensorpipe_attachment().attach()
         for _ in range(looks):
             make_look_due(arena)
-            arena.mind_idle()
+            arena.mind_idle(waits=waits)
 
     assert reap(in_child(look)) == 0
     make_look_due(arena)

@@ -18,7 +18,7 @@ from typing import Any
 import children
 import pytest
 import zmq
-from children import PATIENCE, Child, in_thread
+from children import PATIENCE, Child, in_thread, wait_until
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.zeromq import zmq_contexts
@@ -330,7 +330,7 @@ def test_no_thread_sets_the_generator_of_connections_numbers_back_while_another_
 
 def test_an_end_that_no_thread_is_left_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """libzmq would end the process. Once there are some again, it opens."""
-    start, left = threading.Thread.start, [2]
+    start, left = threading.Thread.start, [1]
 
     def start_some(thread: threading.Thread) -> None:
         left[0] -= 1
@@ -343,3 +343,28 @@ def test_an_end_that_no_thread_is_left_for_is_refused(monkeypatch: pytest.Monkey
         tp.Consumer("tcp://127.0.0.1:0")
     left[0] = 1_000
     tp.Consumer("tcp://127.0.0.1:0").close()
+
+
+def test_exceptions_of_a_handler_as_an_end_opens_leave_no_thread() -> None:
+    """It starts some, to see that there can be. What an exception cuts short ends all the same."""
+
+    class Alarm(Exception):
+        pass
+
+    def alarm(*_: Any) -> None:
+        raise Alarm
+
+    raised, before = 0, signal.signal(signal.SIGALRM, alarm)
+    try:
+        for number in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0001 + number % 30 / 20_000)
+                zmq_contexts._check_threads(5)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Alarm:
+                raised += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert raised
+    wait_until(lambda: len(os.listdir("/proc/self/task")) < 20)
