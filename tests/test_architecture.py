@@ -36,6 +36,7 @@ FLOORS = {
     "limits": 0,
     "owned_fd": 0,
     "process": 0,
+    "sections": 0,
     "security": 1,
     "wire": 1,
     "serializers": 2,

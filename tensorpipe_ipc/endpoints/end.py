@@ -6,9 +6,10 @@ import warnings
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
-from tensorpipe_ipc.endpoints.guard import Guard, close_at_last, postponed, undisturbed
+from tensorpipe_ipc.endpoints.guard import Guard, close_at_last
 from tensorpipe_ipc.endpoints.participant import Participant
 from tensorpipe_ipc.endpoints.peer import Peer, lost_or_failed
+from tensorpipe_ipc.sections import postponed, undisturbed
 
 __all__ = ["End"]
 

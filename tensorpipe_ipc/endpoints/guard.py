@@ -23,8 +23,9 @@ from typing import Any
 from tensorpipe_ipc.borrowed import is_owned, join_threads
 from tensorpipe_ipc.errors import Busy, Closed
 from tensorpipe_ipc.forks import watch
+from tensorpipe_ipc.sections import begin_anew
 
-__all__ = ["Guard", "close_at_last", "postponed", "undisturbed"]
+__all__ = ["Guard", "close_at_last"]
 
 
 _AT_EXIT = 2.0  # seconds
@@ -32,37 +33,6 @@ _LOOK = 1.0  # seconds
 _FIRST = (
     100  # of multiprocessing's priorities: before pools and managers are ended, whose processes may have the other ends
 )
-
-
-class _Section(threading.local):
-    """A section in which this thread must not be disturbed, and its duties afterwards."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.waiting: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-
-
-_section = _Section()
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Open or close an end, which takes locks: meanwhile garbage collection must close no other end in this thread."""
-    _section.depth += 1
-    try:
-        yield
-    finally:
-        _section.depth -= _section.depth > 0  # with no call. It is 0 in a child that a handler has forked within
-        while _section.waiting and not _section.depth:
-            function, arguments = _section.waiting.pop()
-            function(*arguments)
-
-
-def postponed(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Return whether a finalizer's call has to wait until this thread may be disturbed. It is made then."""
-    if _section.depth:
-        _section.waiting.append((function, arguments))
-    return _section.depth > 0
 
 
 class Guard:
@@ -246,7 +216,7 @@ def _in_child() -> None:
     """In a forked child: nothing is its own yet."""
     global _is_prepared, _is_ending
     _is_prepared = _is_ending = False
-    _section.depth, _section.waiting = 0, []  # of the thread that forked, which may never come back to what it was at
+    begin_anew()
     for guard, _ in list(_open.values()):
         guard.disown()
 

@@ -17,7 +17,9 @@ import resource
 import signal
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 import zmq
@@ -25,9 +27,11 @@ import zmq
 from tensorpipe_ipc.borrowed import pyzmq_reaper, running_threads
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.forks import no_fork, watch
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 from tensorpipe_ipc.process import ProcessKey, process_key
+from tensorpipe_ipc.sections import Duties, serve, undisturbed
 
 __all__ = [
     "acquire",
@@ -50,6 +54,8 @@ _REAPERS = 12  # pyzmq's thread for lent memory takes seven, and libzmq ends the
 _OF_A_CONTEXT = 3  # threads: two, and one to spare
 _OF_THE_REAPER = 5  # its own, the one that starts it, two of its context, and one to spare
 _SOCKETS = 8  # a socket, what watches it, and its connection take four
+
+_ACQUIRE, _RELEASE = _thread.LockType.acquire, _thread.LockType.release
 
 
 class _Shared:
@@ -76,10 +82,11 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
     """
     check_descriptors(_DESCRIPTORS)
     shared = _shared.setdefault(process_key(), _Shared())
+    if own or shared.common is None:
+        _check_threads(_OF_A_CONTEXT)  # one that another thread ends before the next line leaves as many
     with shared.lock:
         context = shared.common
         if own or context is None:
-            _check_threads(_OF_A_CONTEXT)
             # It is known, and in use, from its first moment on, whatever a signal's handler does next.
             shared.contexts.update(zip(map(zmq.Context, (1,)), ({id(end)},), strict=True))
             context = next(made for made, ends in reversed(shared.contexts.items()) if id(end) in ends)
@@ -169,33 +176,30 @@ def check_descriptors(count: int = _SOCKETS) -> None:
 def _check_threads(count: int) -> None:
     """See that so many threads can be started: libzmq ends the process where it cannot.
 
+    Each passes a gate, and is over. It does so in C: no garbage is collected there, whose finalizers may want a lock that the
+    one who waits here has.
+
     Raises:
         Refused: they cannot.
     """
-    failed = list[RuntimeError]()
-    _run_undisturbed(functools.partial(_try_threads, count - 1, failed))
-    if failed:
+    gate, passed = _thread.allocate_lock(), list[_thread.LockType]()
+    try:
+        with gate:  # which opens whatever an exception of a signal's handler cuts short
+            while len(passed) < count:
+                over = _thread.allocate_lock()
+                over.acquire()
+                steps = chain(map(_ACQUIRE, (gate,)), map(_RELEASE, (gate, over)))
+                _thread.start_new_thread(deque[object](maxlen=0).extend, (steps,))
+                passed.append(over)
+    except RuntimeError as error:
+        reraise_from_handler(error)
         raise Refused(
-            f"no end can be opened: {failed[0]} ({count} are needed): end some, or raise the limit (ulimit -u, or the "
+            f"no end can be opened: {error} ({count} are needed): end some, or raise the limit (ulimit -u, or the "
             "container's pids.max)"
         ) from None
-
-
-def _try_threads(count: int, failed: list[RuntimeError]) -> None:
-    done, started = threading.Event(), list[threading.Thread]()
-    try:
-        while len(started) < count:
-            thread = threading.Thread(target=done.wait, daemon=True)
-            thread.start()
-            started.append(thread)
-    except RuntimeError as error:
-        failed.append(error)
     finally:
-        done.set()
-        for thread in started:
-            thread.join()
-        if running_threads is not None:
-            running_threads.pop(_thread.get_ident(), None)  # or it is listed for ever
+        for over in passed:
+            over.acquire()
 
 
 def release(end: object) -> None:
@@ -230,11 +234,17 @@ def _run_undisturbed(work: Callable[[], None]) -> None:
     """Run something in a thread that gets no signals, and runs no handler of one. Wait for it."""
     done = _thread.allocate_lock()
     done.acquire()
-    try:
-        _thread.start_new_thread(_without_signals, (work, done))
-    except RuntimeError:  # no thread can be started, as at the program's end
-        _without_signals(work, done)
-    done.acquire()
+    with undisturbed() as duties:
+        try:
+            _thread.start_new_thread(_serve, (work, done, duties))
+        except RuntimeError:  # no thread can be started, as at the program's end
+            _without_signals(work, done)
+        done.acquire()
+
+
+def _serve(work: Callable[[], None], done: _thread.LockType, duties: Duties) -> None:
+    serve(duties)
+    _without_signals(work, done)
 
 
 def _without_signals(work: Callable[[], None], done: _thread.LockType) -> None:

@@ -1890,7 +1890,9 @@ def test_those_who_were_turned_away(keys: Path) -> None:
                 consumer.get(0.5)
 
 
-@pytest.mark.parametrize("name", ["tensorpipe_ipc.zeromq.address_claim.check_socket_file", "zmq.Context"])
+@pytest.mark.parametrize(
+    "name", ["tensorpipe_ipc.zeromq.address_claim.check_socket_file", "zmq.Context", "signal.pthread_sigmask"]
+)
 def test_ends_that_garbage_collection_closes_while_another_is_made(
     name: str, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1899,7 +1901,7 @@ def test_ends_that_garbage_collection_closes_while_another_is_made(
     consumer: Any = tp.Consumer("inproc://cycle")
     producer.itself, consumer.itself = producer, consumer
     del producer, consumer
-    own_context: dict[str, Any] = {"security": secured.binders(keys)} if name == "zmq.Context" else {}
+    own_context: dict[str, Any] = {"security": secured.binders(keys)} if not name.startswith("tensorpipe_ipc") else {}
     with monkeypatch.context() as patch:
         _collect_in(patch, name)
         started = time.monotonic()

@@ -18,7 +18,7 @@ from crash_points import in_child, reap
 from zmq.utils.garbage import GarbageCollector
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.endpoints.guard import undisturbed
+from tensorpipe_ipc.sections import undisturbed
 
 _SENT = torch.full((300_000,), 2.0)  # here: torch's threads are not in a child
 _FORKS = 0.5  # seconds that a fork may take, where it does not wait

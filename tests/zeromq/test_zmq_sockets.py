@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import signal
@@ -330,15 +331,15 @@ def test_no_thread_sets_the_generator_of_connections_numbers_back_while_another_
 
 def test_an_end_that_no_thread_is_left_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """libzmq would end the process. Once there are some again, it opens."""
-    start, left = threading.Thread.start, [1]
+    start, left = _thread.start_new_thread, [1]
 
-    def start_some(thread: threading.Thread) -> None:
+    def start_some(*arguments: Any) -> int:
         left[0] -= 1
         if left[0] < 0:
             raise RuntimeError("can't start new thread")
-        start(thread)
+        return start(*arguments)
 
-    monkeypatch.setattr(threading.Thread, "start", start_some)
+    monkeypatch.setattr(_thread, "start_new_thread", start_some)
     with pytest.raises(tp.Refused, match=r"can't start new thread.*raise the limit \(ulimit -u"):
         tp.Consumer("tcp://127.0.0.1:0")
     left[0] = 1_000
