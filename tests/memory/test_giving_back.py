@@ -825,7 +825,7 @@ def test_what_lies_idle_is_given_back(large_ctx: Any, who: Any, monkeypatch: pyt
 def test_a_process_keeps_those_that_wait_from_looking_once_it_has_looked_twice(
     large_ctx: Any, looks: int, waits: bool
 ) -> None:
-    """Memory that was not used since the last look is idle. One that ends after its first look finds nothing, and others must."""
+    """Memory that nobody used since the last look is idle. One that ends after its first look finds nothing; others must."""
     there = large_ctx.Queue()
     there.put(octets(2 * MIB))
     arena, seen = large_ctx.tensorpipe_attachment().arena, list[bool]()
