@@ -1,7 +1,6 @@
 """Sections of a thread in which garbage collection must close no end: the thread opens or closes another, and has locks.
 
-What is dropped meanwhile is closed when the section is over. A thread that another one waits for is in that one's section, and
-leaves it what it would have closed.
+What is dropped meanwhile is closed when the section is over.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Duties", "begin_anew", "postponed", "serve", "undisturbed"]
-
-Duties = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+__all__ = ["begin_anew", "postponed", "undisturbed"]
 
 
 class _Section(threading.local):
@@ -21,36 +18,34 @@ class _Section(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.duties: Duties = []
+        self.duties: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
 
 _section = _Section()
 
 
 @contextmanager
-def undisturbed() -> Iterator[Duties]:
-    """Open or close an end: meanwhile garbage collection must close no other end in this thread.
-
-    Yields:
-        What is to be done afterwards.
-    """
+def undisturbed() -> Iterator[None]:
+    """Open or close an end: meanwhile garbage collection must close no other end in this thread."""
     _section.depth += 1
     try:
-        yield _section.duties
+        yield
     finally:
-        _section.depth -= _section.depth > 0  # with no call. It is 0 in a child that a handler has forked within
-        while _section.duties and not _section.depth:
-            function, arguments = _section.duties.pop()
-            function(*arguments)
-
-
-def serve(duties: Duties) -> None:
-    """From now on, leave what this thread should close to the one that waits for it, in whose section it is."""
-    _section.depth, _section.duties = 1, duties
+        try:
+            while _section.duties and _section.depth == 1:  # they have sections of their own, within this one
+                function, arguments = _section.duties.pop()
+                function(*arguments)
+        finally:
+            _section.depth -= _section.depth > 0  # with no call. It is 0 in a child that a handler has forked within
 
 
 def postponed(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Return whether a finalizer's call has to wait until this thread may be disturbed. It is made then."""
+    """Return whether a finalizer's call has to wait until this thread may be disturbed.
+
+    Args:
+        function: what is called then; it must not ask again.
+        arguments: its arguments.
+    """
     if _section.depth:
         _section.duties.append((function, arguments))
     return _section.depth > 0

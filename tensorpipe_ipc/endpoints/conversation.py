@@ -723,7 +723,7 @@ class Conversation:
         if keeping:  # a get that has messages to take looks there, too
             settle_kept()
         for attachment in self._attachments():  # each once: a binder's peers share one
-            attachment.mind_idle()
+            attachment.mind_idle(waits=True)
         again = now - (self._asked if self.socket.binds else self.greeting.said_at) >= REPEAT
         for peer in list(self.peers.values()):
             if self.peers.is_gone(peer, again) and not self._admission.is_undecided(peer):

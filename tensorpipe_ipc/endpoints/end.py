@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from types import TracebackType
 from typing import NoReturn, TypeVar
@@ -87,9 +88,12 @@ class End:
 
 
 def _close_and_warn(participant: Participant, guard: Guard, linger: float) -> None:
-    """Close what an end has, when that was dropped, or at exit. It must not know the end itself."""
-    if postponed(_close_and_warn, participant, guard, linger):
-        return
+    """Close what an end has, when that was dropped. It must not know the end itself."""
+    if not postponed(_close_at_last, participant, guard, linger):
+        _close_at_last(participant, guard, linger)
+
+
+def _close_at_last(participant: Participant, guard: Guard, linger: float) -> None:
     with guard.at_last() as is_open:
         told, _ = _close(participant, guard, linger) if is_open else ("", [])
     if told:
@@ -106,7 +110,9 @@ def _close(participant: Participant, guard: Guard, linger: float) -> tuple[str, 
     untaken, farewell = "", _FAREWELL
     try:
         if not participant.conversation.has_parted:
+            guard.until = time.monotonic() + linger
             untaken, farewell = participant.take_leave(linger)
+            guard.until = time.monotonic() + farewell
     finally:
         with undisturbed():
             participant.close(farewell)

@@ -14,6 +14,7 @@ import atexit
 import functools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ __all__ = ["Guard", "close_at_last"]
 
 _AT_EXIT = 2.0  # seconds
 _LOOK = 1.0  # seconds
+_LONGEST = 3600.0  # seconds, in one wait
 _FIRST = (
     100  # of multiprocessing's priorities: before pools and managers are ended, whose processes may have the other ends
 )
@@ -47,6 +49,7 @@ class Guard:
         closing: set when a thread is about to close it.
         user: the thread that last used it.
         looks: whether a thread that only asks for statistics is at it, or about to be: others wait for that.
+        until: when a thread that closes it will have done so, of the monotonic clock.
     """
 
     __slots__ = (
@@ -58,6 +61,7 @@ class Guard:
         "closed",
         "closing",
         "looks",
+        "until",
         "user",
         "what",
     )
@@ -65,7 +69,7 @@ class Guard:
 
     def __init__(self, what: str) -> None:
         self.closed = self.closing = self.looks = False
-        self.what = what
+        self.what, self.until = what, 0.0
         self.user = threading.get_ident()
         self._pid, self._is_inherited = os.getpid(), False
         self._lock = threading.RLock()  # which knows its owner
@@ -144,15 +148,17 @@ class Guard:
         """Close an end that was dropped, or is open at exit, where a daemon thread may still be in a use of it.
 
         ZeroMQ ends the process where two threads are in one socket. So it is waited for, as that use ends with ``Closed``
-        within a slice. Yield whether the end is to be closed: what a thread does not leave is left to the kernel.
+        within a slice, or is a close, which has its time. Yield whether the end is to be closed: what a thread does not leave
+        is left to the kernel.
         """
         if self.foreign or self.closed:
             yield False
             return
         self.closing = True
-        if not self._lock.acquire(timeout=_AT_EXIT):
-            yield False
-            return
+        while not self._lock.acquire(timeout=min(max(0.0, self.until - time.monotonic()) + _AT_EXIT, _LONGEST)):
+            if self.until <= time.monotonic():
+                yield False
+                return
         try:
             yield not self.closed
         finally:
@@ -179,7 +185,7 @@ class Guard:
         self._is_inherited = self._is_inherited or os.getpid() != self._pid
 
 
-_open: dict[int, tuple[Guard, weakref.finalize[..., Any]]] = {}  # by number of the guard
+_open: dict[int, tuple[Guard, Callable[[], Any]]] = {}  # by number of the guard; and what closes its end
 _is_prepared = _was_prepared = False  # whether this process has been told of ``_end``; or an ancestor
 _is_ending = False
 
@@ -192,7 +198,7 @@ def close_at_last(end: Any, guard: Guard, function: Callable[..., Any], *argumen
     """
     finish = weakref.finalize(end, function, *arguments)
     _prepare()  # after the first finalizer: what is told last is asked first, before what an end has is gone
-    _open[id(guard)] = guard, finish
+    _open[id(guard)] = guard, functools.partial(function, *arguments)  # also where a finalizer was cut short
     if _is_ending:  # asked last: an end that is not among those which are being closed is not to be opened
         guard.closing = True
         guard.set_closed()
@@ -230,5 +236,5 @@ def _end() -> None:
     finally:
         _is_ending = True
         with ExitStack() as steps:  # each is closed though another raises
-            for _, finish in list(_open.values()):
-                steps.callback(finish)
+            for _, close in list(_open.values()):
+                steps.callback(close)

@@ -814,8 +814,8 @@ class Arena(Extents):
 
         Args:
             look: called first, where something is due: it frees what the dead had.
-            waits: do nothing if another process has just looked. One is enough for many that wait, and goes on as it began:
-                it finds what was not used since its last look.
+            waits: do nothing if another process has just looked, and has given back all that it found. One is enough for many
+                that wait, and goes on as it began: it finds what was not used since its last look.
         """
         now = monotonic()
         is_due = now >= self._look_at
@@ -827,14 +827,12 @@ class Arena(Extents):
         self._look_at = now + IDLE
         if self.words[GROWN] and not (waits and self._is_seen(now)):
             began = thread_time()  # a time for which the process was stopped does not count
-            stays = bool(self._seen)  # else it may end before it has found anything
-            if stays:
-                self._see_for(now, IDLE)
+            is_first = not self._seen  # it may end before it has found anything
             look()
             self._give_back_idle()
             pause = max(IDLE, SELDOM * (thread_time() - began))
             self._look_at = now + pause
-            if stays:
+            if not (is_first or self.is_giving_back):
                 self._see_for(now, pause)
 
     @property

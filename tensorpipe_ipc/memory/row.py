@@ -45,6 +45,7 @@ __all__ = [
     "PURPOSES",
     "PUT",
     "ROWS_END",
+    "ROW_WORDS",
     "SINGLES",
     "STARTED",
     "SWEPT",
@@ -73,6 +74,7 @@ MAX_ROWS = 512  # processes attached at one time
 _ROWS_START = 1 << 18
 _ROW_BYTES = 1 << 18
 ROWS_END = _ROWS_START + MAX_ROWS * _ROW_BYTES
+ROW_WORDS = _ROW_BYTES // 8
 
 # words of a row
 INCARNATION, PID, STARTED, NAMESPACE, LOST, UNTRACKED, UNJUDGED = range(7)
@@ -172,7 +174,7 @@ class Record(NamedTuple):
 
 def row_word(row: int) -> int:
     """Index of a row's first word."""
-    return (_ROWS_START + row * _ROW_BYTES) // 8
+    return _ROWS_START // 8 + row * ROW_WORDS
 
 
 def row_byte(row: int) -> int:

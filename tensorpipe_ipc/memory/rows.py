@@ -65,6 +65,7 @@ from tensorpipe_ipc.memory.row import (
     NAMESPACE,
     PID,
     PURPOSES,
+    ROW_WORDS,
     SINGLES,
     STARTED,
     SWEPT,
@@ -555,6 +556,14 @@ class Rows:
         else:
             found = purposes == np.uint64(queue << 8 | direction)
         for number in np.flatnonzero(found).tolist():
+            yield record_of(row, number)
+
+    def singles(self, queue: int, direction: int) -> Iterator[Record]:
+        """The single operations of one end of a queue that are on record in any row, by one look at all rows."""
+        rows = self.used()
+        first, behind = row_word(0), row_word(rows[-1] + 1 if rows else 0)
+        purposes = self._numbers[first:behind].reshape(-1, ROW_WORDS)[:, PURPOSES : PURPOSES + SINGLES]
+        for row, number in np.argwhere(purposes == np.uint64(queue << 8 | direction)).tolist():
             yield record_of(row, number)
 
 

@@ -124,7 +124,7 @@ class Codec:
             Exception: any error that the object raises when it is pickled.
         """
         if not self._last_had_no_leaves and may_be_tree(obj):  # a queue's objects are alike
-            flat = _flat(obj)
+            flat = _flat(obj, by_to=False)
             if flat is not None:
                 apart, shared = _memory_of(flat.leaves)
                 if not shared and flat.is_plain(apart is not None):
@@ -195,6 +195,7 @@ class Codec:
                     raise refused from None
                 finally:
                     del refused  # its traceback has this frame, which would keep the object until garbage is collected
+            del refused
             raise UnsupportedLeaf(f"in {type(obj).__qualname__}: {error.reason}") from error.__cause__
         except BaseException:
             pickling.take_back(handles)
@@ -316,10 +317,10 @@ def _memory_of(leaves: list[torch.Tensor]) -> tuple[list[UntypedStorage] | None,
     return storages if apart else None, shared and any(map(is_shared_by_torch, leaves))
 
 
-def _flat(obj: Any) -> Flat | None:
-    """Return an object's flat tree; None if the object is not a tree."""
+def _flat(obj: Any, *, by_to: bool = True) -> Flat | None:
+    """Return an object's flat tree; None if the object is not a tree. For ``by_to`` see ``flatten``."""
     try:
-        return flatten(obj)
+        return flatten(obj, by_to=by_to)
     except UnsupportedLeaf:
         return None
 

@@ -1,7 +1,7 @@
 """Pickles of any objects, with the tensors outside the pickle.
 
 Only queues use it, because their processes are one family: endpoints never unpickle. It uses multiprocessing's own reducers,
-so that locks, connections and other objects that may go to a related process still can. Five things differ:
+so that locks, connections and other objects that may go to a related process still can. Four things differ:
 
 * A tensor, array or storage is neither pickled nor moved into torch's shared memory. It crosses beside the pickle, as a leaf
   of the message.
@@ -9,7 +9,6 @@ so that locks, connections and other objects that may go to a related process st
   Rebuilding its storage uses a handle up. A handle that is not sent must be taken back (``take_back``).
 * torch's reducer writes a quantized tensor in a form that cannot be read. It is written as ``torch.save`` does instead.
 * torch's reducer writes a tensor of a subclass by its whole storage. It is written by the memory that it shows.
-* An object of a type that is registered with ``to=`` and ``from_=`` is written as these say.
 """
 
 from __future__ import annotations
@@ -40,13 +39,12 @@ from tensorpipe_ipc.borrowed import (
     sharer,
     storage_classes,
 )
-from tensorpipe_ipc.errors import PeerLost, UnsupportedLeaf
+from tensorpipe_ipc.errors import PeerLost
 from tensorpipe_ipc.forks import watch
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.serializers.torch_save import TorchSave
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY
 from tensorpipe_ipc.wire.metas import METAS, OPAQUE
-from tensorpipe_ipc.wire.spec import BY_NAME, BY_TYPE, Registered
 
 __all__ = ["Handle", "Pickled", "dump", "is_shared_by_torch", "load", "take_back", "watch_forks"]
 
@@ -68,8 +66,6 @@ class _Reducers(dict[Any, Any]):
         if kind in _KINDS:
             return self._reduce
         known = _registered.get(kind) or copyreg.dispatch_table.get(kind)
-        if known is None and (entry := BY_TYPE.get(kind)) is not None and entry.to is not None:
-            return functools.partial(_reduce_registered, entry)
         if known is None and issubclass(kind, torch.Tensor):
             return self._reduce_subclass
         if known is None:
@@ -144,20 +140,6 @@ _LEAF_MARK = pickle.PickleBuffer(bytearray(1))  # the mark of a leaf's place, pi
 def _is_data(buffer: pickle.PickleBuffer) -> bool:
     """Return whether a buffer goes into the pickle: each one except the mark of a leaf's place does."""
     return buffer is not _LEAF_MARK
-
-
-def _reduce_registered(entry: Registered, obj: Any) -> Any:
-    assert entry.to is not None
-    return _of_registered, (entry.name, entry.to(obj))
-
-
-def _of_registered(name: str, parts: Any) -> Any:
-    entry = BY_NAME.get(name)
-    if entry is None or entry.from_ is None:
-        raise UnsupportedLeaf(
-            f"{name!r} is not registered here, or without from_=; call register_type in both programs"
-        )
-    return entry.from_(parts)
 
 
 def _restored_leaf(leaf: Any) -> Any:

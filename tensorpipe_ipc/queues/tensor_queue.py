@@ -529,7 +529,7 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
         ``join`` waits for its ``task_done``, as multiprocessing's does.
         """
         self._queue.attachment.attach()
-        self._queue.tasks.wait(self._queue.tidy)
+        self._queue.wait_for_tasks()
 
 
 def _may_change(apart: Apart | None, metadata: bytes) -> bool:

@@ -81,8 +81,8 @@ class Serializer(Protocol):
 
         Args:
             meta: what ``encode`` returned, read from the wire and found valid.
-            payload: what ``encode`` returned, in memory that nobody else writes. Nobody has looked at its content. It
-                may be read-only; then the tensor must not lie on it.
+            payload: what ``encode`` returned, in memory that nobody else writes. Nobody has looked at its content. Leave
+                it as it is: a message may be read again. It may be read-only; then the tensor must not lie on it.
 
         Raises:
             ProtocolError: the payload is not what ``encode`` makes for such a meta.

@@ -17,9 +17,11 @@ from tensorpipe_ipc.serializers.base import Serializer, expect
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST
 from tensorpipe_ipc.wire.layout import kept
 from tensorpipe_ipc.wire.metas import TensorMeta
-from tensorpipe_ipc.wire.rebuild import cloned
 
 __all__ = ["Checked", "check_serializer"]
+
+_UNPACKED = 1024  # times as many bytes as came, as of deflate: a tensor that is said to be larger was never there
+_SMALL = 1 << 16
 
 
 class Checked:
@@ -60,16 +62,18 @@ class Checked:
 
         Raises:
             ProtocolError: a tensor of another kind, or anything that it raises of its own.
-            OutOfMemory: there was no memory.
+            OutOfMemory: there was no memory, for a tensor that is not much larger than what came.
         """
         try:
             tensor = expect(self.serializer.decode(meta, payload), meta)
-            return cloned(tensor, len(payload)) if self.zero_copy and _is_crooked(tensor, meta) else tensor
+            return _straightened(tensor) if self.zero_copy and _is_crooked(tensor, meta) else tensor
         except TensorPipeError:
             raise
         except Exception as error:
             reraise_from_handler(error)
-            if _lacks_memory(error):
+            if (
+                _lacks_memory(error) and 0 < meta.nbytes <= _UNPACKED * len(payload) + _SMALL
+            ):  # else it is the peer's word
                 raise OutOfMemory(f"serializer {self.name!r} found no memory to decode {meta!r}: {error}") from None
             raise ProtocolError(f"serializer {self.name!r} could not decode {meta!r}: {error!r}") from error
 
@@ -87,13 +91,23 @@ def _is_crooked(tensor: torch.Tensor, meta: TensorMeta) -> bool:
     return is_wide and is_plain and tensor.data_ptr() % WIDEST != 0
 
 
+def _straightened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same view of a copy of what a tensor lies on. By NumPy: torch's own copy crashes, or makes what is expanded
+    whole."""
+    items = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    plain = tensor.detach().conj() if tensor.is_conj() else tensor.detach()
+    row = plain.as_strided((items if tensor.numel() else 0,), (1,))
+    copy = torch.from_numpy(row.numpy().copy()).as_strided(tensor.shape, tensor.stride(), 0)
+    return copy.conj() if tensor.is_conj() else copy
+
+
 def check_serializer(serializer: Serializer) -> None:
     """Send every kind of tensor through a serializer and back.
 
-    Each must come back with its dtype, shape and items, must not be changed by it, and must be refused, if at all, with
-    an UnsupportedLeaf. A serializer with an attribute ``lossy = True`` need not give equal items, but of uint8: memory that
-    several tensors share, ``bytes`` and pickles are sent through it as that. What comes back may lie on the payload only if
-    ``zero_copy`` says so, and never on one that is read-only.
+    Each must come back with its dtype, shape and items, also when its bytes are read again, must not be changed by it, and
+    must be refused, if at all, with an UnsupportedLeaf. A serializer with an attribute ``lossy = True`` need not give equal
+    items, but of uint8: memory that several tensors share, ``bytes`` and pickles are sent through it as that. What comes back
+    may lie on the payload only if ``zero_copy`` says so, and never on one that is read-only.
 
     Raises:
         TypeError: a check failed: which, and on what.
@@ -116,7 +130,7 @@ def _comes_back(serializer: Serializer, label: str, tensor: torch.Tensor) -> boo
     if _bits(before) != _bits(tensor):
         raise TypeError(f"serializer {serializer.name!r} changed the tensor that it encoded ({label})")
     received = memoryview(bytearray(payload))
-    for buffer in (received.toreadonly(), received):
+    for buffer in (received.toreadonly(), received, received):  # twice: a message may be read again
         try:
             again = Checked(serializer).decode(meta, buffer)
         except ProtocolError as error:

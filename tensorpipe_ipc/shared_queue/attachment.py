@@ -20,7 +20,7 @@ from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory.arena import Arena, Taker
 from tensorpipe_ipc.memory.leases import Leases, settle_kept
 from tensorpipe_ipc.memory.row import Operation
-from tensorpipe_ipc.memory.segment import GROWN, Segment
+from tensorpipe_ipc.memory.segment import GROWN, LOOKS, Segment
 from tensorpipe_ipc.shared_queue.orphans import Orphans
 from tensorpipe_ipc.shared_queue.recovery import Recovery
 from tensorpipe_ipc.shared_queue.shutdown import Shutdown
@@ -86,11 +86,22 @@ class Attachment:
         self._recover((row for row in rows if not (self.rows.is_swept(row) and is_left(row))), owners)
         return True
 
-    def recover_marked(self) -> None:
-        """Finish the dead rows of which others could not finish the rest, and this process can.
+    def recover_in_turn(self, looks: int | None) -> int:
+        """In a slice of a wait, finish every dead row, unless another wait has looked since: it costs more with each process.
 
-        A look at all rows costs more with each process, and one of all who wait does it. This costs next to nothing.
+        Args:
+            looks: what this returned in the slice before; None: this is the first.
+
+        Returns:
+            The number of looks so far, of all who wait.
         """
+        words = self.words
+        if looks in (None, words[LOOKS]) and self.recover_dead():
+            words[LOOKS] = words[LOOKS] + 1 & (1 << 32) - 1
+        return words[LOOKS]
+
+    def _recover_marked(self) -> None:
+        """Finish the dead rows of which others could not finish the rest, and this process can. It costs next to nothing."""
         self._recover(row for row in self.rows.unjudged() if not self.recovery.is_left_to_others(row))
 
     def _recover(self, rows: Iterable[int], owners: Collection[int] = ()) -> None:
@@ -109,9 +120,11 @@ class Attachment:
         """Give back memory that lies idle, after a look for the dead and for queues that nobody has, if that is due.
 
         Args:
-            waits: see ``Arena.mind_idle``.
+            waits: see ``Arena.mind_idle``. Where another process looks instead, it may be one that can finish less.
         """
         self.arena.mind_idle(self._look_around, waits=waits)
+        if waits:
+            self._recover_marked()
 
     def _look_around(self) -> None:
         self.recover_dead()

@@ -402,16 +402,12 @@ class PutEnd:
     def _wait_for_credits(self, credits: TokenPipe, buffers: Buffers, deadline: float | None) -> int:
         self._refuse_if_shut()  # at once, and not after the first slice
         began = monotonic()
-        words, looks = self.words, self.words[LOOKS]
+        looks = self.words[LOOKS]
 
         def idle() -> None:
             nonlocal looks
             self._refuse_if_shut()
-            if words[LOOKS] != looks:  # another wait has looked since: it costs more with each process
-                self.attachment.recover_marked()
-            elif self.attachment.recover_dead():
-                words[LOOKS] = words[LOOKS] + 1 & (1 << 32) - 1
-            looks = words[LOOKS]
+            looks = self.attachment.recover_in_turn(looks)
             self.attachment.mind_idle(waits=True)
             self._queue.take_up()
 

@@ -106,14 +106,23 @@ class SharedMemoryQueue:
         if drop:
             self.gets.drop_all()
 
-    def tidy(self) -> None:
-        """Finish what exceptions ended here, and what the dead began: a shutdown that was to drop what waits, too. Free what
-        only forks' children kept, and memory that lies idle."""
-        self.attachment.recover_dead()
-        self.attachment.mind_idle()
-        self._queue.take_up()
-        if self.words[self.record.dropped]:
-            self.gets.drop_all()
+    def wait_for_tasks(self) -> None:
+        """Wait until no task is left.
+
+        Finish meanwhile what exceptions ended here, and what the dead began: a shutdown that was to drop what waits, too. Free
+        what only forks' children kept, and memory that lies idle.
+        """
+        looks: int | None = None
+
+        def idle() -> None:
+            nonlocal looks
+            looks = self.attachment.recover_in_turn(looks)
+            self.attachment.mind_idle(waits=True)
+            self._queue.take_up()
+            if self.words[self.record.dropped]:
+                self.gets.drop_all()
+
+        self.tasks.wait(idle)
 
     def done(self, direction: int) -> tuple[int, int]:
         """Messages and bytes of payload that this process has put, or got."""

@@ -42,6 +42,7 @@ class Flat(NamedTuple):
     in_keys: list[int]  # of each tuple in a key: the nodes that it and its items count for
     nodes: list[int | None]  # ids of what may stand there twice, but tensors; None for what pickle keeps more of
     made: list[Any]  # for this tree alone: else the next object may have the same id
+    by_to: bool  # see ``flatten``
 
     def is_plain(self, apart: bool) -> bool:
         """Return whether a copy of the tree is all that pickle would make of it.
@@ -64,13 +65,17 @@ class Flat(NamedTuple):
         return len({*nodes, *map(id, self.leaves)}) < len(nodes) + len(self.leaves)
 
 
-def flatten(tree: Any) -> Flat:
+def flatten(tree: Any, *, by_to: bool = True) -> Flat:
     """Take a tree apart. Nothing is copied.
+
+    Args:
+        tree: any.
+        by_to: call ``to`` of types that are registered with it. Else their instances cannot be sent.
 
     Raises:
         UnsupportedLeaf: something in it cannot be sent; its path, its type and what to do are named.
     """
-    flat = Flat([], [], [], [], [], [])
+    flat = Flat([], [], [], [], [], [], by_to)
     _walk(tree, flat, 0)
     count = len(flat.spec) + sum(flat.in_keys)
     if count > MAX_NODES:
@@ -181,6 +186,8 @@ def _walk_other(node: Any, flat: Flat, depth: int) -> None:
             return
         raise UnsupportedLeaf(_advice(node))
     if entry.to is not None:
+        if not flat.by_to:
+            raise UnsupportedLeaf(f"a {type(node).__qualname__}, which is not to be taken apart")
         flat.nodes.append(id(node))
         flat.spec.append(_OP[entry.op] + _name(entry.name))
         flat.made.append(entry.to(node))

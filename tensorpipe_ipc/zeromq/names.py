@@ -36,6 +36,8 @@ class Host:
         """
         self._address = address
         self._found: list[Address] = []  # the last that were, in the order in which they are to be tried
+        self._proven: Address | None = None  # by which a connection last stood
+        self._tried: Address | None = None  # last
         self._look_up: _LookUp | None = None  # that is under way
         self._due = -math.inf  # when the next may begin
         self._trouble = "its host's name is being looked up"  # until the first one is over; then what was in its way
@@ -65,18 +67,26 @@ class Host:
         before = self._found
         if look_up.found:
             self._found = sorted(look_up.found, key=lambda each: before.index(each) if each in before else -1)
+            if self._found[0] not in before:
+                self._tried = self._proven  # so the new one is next
         self._trouble, self._look_up = look_up.trouble, None
 
     def next(self) -> Address:
-        """Return the address to try now, in numbers: one that was not tried yet, or longest ago. One must be known."""
-        first, *rest = self._found
-        self._found = [*rest, first]
-        return first
+        """Return the address to try now, in numbers: one that was not tried yet, or longest ago. One must be known.
+
+        Every second try is by the one that has proven itself. Others may never answer, and each takes its time.
+        """
+        if self._proven in self._found and self._tried != self._proven:
+            self._found.remove(self._proven)
+            self._found.append(self._proven)
+        else:
+            self._found.append(self._found.pop(0))
+        self._tried = self._found[-1]
+        return self._tried
 
     def stood(self) -> None:
         """A connection to the address that ``next`` has returned stood: it is the next again."""
-        *rest, last = self._found
-        self._found = [last, *rest]
+        self._proven, self._tried = self._tried, None
 
     @property
     def is_awaited(self) -> bool:

@@ -31,7 +31,7 @@ from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 from tensorpipe_ipc.process import ProcessKey, process_key
-from tensorpipe_ipc.sections import Duties, serve, undisturbed
+from tensorpipe_ipc.sections import undisturbed
 
 __all__ = [
     "acquire",
@@ -54,6 +54,7 @@ _REAPERS = 12  # pyzmq's thread for lent memory takes seven, and libzmq ends the
 _OF_A_CONTEXT = 3  # threads: two, and one to spare
 _OF_THE_REAPER = 5  # its own, the one that starts it, two of its context, and one to spare
 _SOCKETS = 8  # a socket, what watches it, and its connection take four
+_FORK = 0.1  # seconds until one that waits for a thread sees whether it has become a fork
 
 _ACQUIRE, _RELEASE = _thread.LockType.acquire, _thread.LockType.release
 
@@ -82,16 +83,20 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
     """
     check_descriptors(_DESCRIPTORS)
     shared = _shared.setdefault(process_key(), _Shared())
-    if own or shared.common is None:
-        _check_threads(_OF_A_CONTEXT)  # one that another thread ends before the next line leaves as many
     with shared.lock:
-        context = shared.common
-        if own or context is None:
+        context = None if own else shared.common
+        if context is not None:
+            shared.contexts[context].add(id(end))
+            return context
+    _check_threads(_OF_A_CONTEXT)
+    with shared.lock:
+        context = None if own else shared.common  # a handler, or another thread, may have made one in between
+        if context is None:
             # It is known, and in use, from its first moment on, whatever a signal's handler does next.
             shared.contexts.update(zip(map(zmq.Context, (1,)), ({id(end)},), strict=True))
             context = next(made for made, ends in reversed(shared.contexts.items()) if id(end) in ends)
         if not own:
-            context = shared.common = shared.common or context  # a handler may have made one in between
+            context = shared.common = shared.common or context  # so may a handler meanwhile
         shared.contexts[context].add(id(end))
         return context
 
@@ -177,12 +182,12 @@ def _check_threads(count: int) -> None:
     """See that so many threads can be started: libzmq ends the process where it cannot.
 
     Each passes a gate, and is over. It does so in C: no garbage is collected there, whose finalizers may want a lock that the
-    one who waits here has.
+    one who waits here has. A child that a handler forks meanwhile has none of them.
 
     Raises:
         Refused: they cannot.
     """
-    gate, passed = _thread.allocate_lock(), list[_thread.LockType]()
+    process, gate, passed = os.getpid(), _thread.allocate_lock(), list[_thread.LockType]()
     try:
         with gate:  # which opens whatever an exception of a signal's handler cuts short
             while len(passed) < count:
@@ -197,9 +202,14 @@ def _check_threads(count: int) -> None:
             f"no end can be opened: {error} ({count} are needed): end some, or raise the limit (ulimit -u, or the "
             "container's pids.max)"
         ) from None
-    finally:
-        for over in passed:
-            over.acquire()
+    for over in passed:
+        _wait_for(over, process)
+
+
+def _wait_for(over: _thread.LockType, process: int) -> None:
+    """Wait for a lock that another thread of a process lets go of. In a fork of that process nobody does."""
+    while not over.acquire(timeout=_FORK) and os.getpid() == process:
+        pass
 
 
 def release(end: object) -> None:
@@ -232,28 +242,34 @@ def _destroy(shared: _Shared, contexts: list[zmq.Context[Any]]) -> None:
 
 def _run_undisturbed(work: Callable[[], None]) -> None:
     """Run something in a thread that gets no signals, and runs no handler of one. Wait for it."""
-    done = _thread.allocate_lock()
+    process, done = os.getpid(), _thread.allocate_lock()
     done.acquire()
-    with undisturbed() as duties:
-        try:
-            _thread.start_new_thread(_serve, (work, done, duties))
-        except RuntimeError:  # no thread can be started, as at the program's end
-            _without_signals(work, done)
-        done.acquire()
+    try:
+        _thread.start_new_thread(_serve, (work, done))
+    except RuntimeError as error:  # no thread can be started, as at the program's end
+        reraise_from_handler(error)
+        _without_signals(work, done)
+    _wait_for(done, process)
 
 
-def _serve(work: Callable[[], None], done: _thread.LockType, duties: Duties) -> None:
-    serve(duties)
-    _without_signals(work, done)
+def _serve(work: Callable[[], None], done: _thread.LockType) -> None:
+    try:
+        _without_signals(work, done)
+    finally:
+        if running_threads is not None:
+            running_threads.pop(_thread.get_ident(), None)  # or it is listed for ever
 
 
 def _without_signals(work: Callable[[], None], done: _thread.LockType) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        work()
+        with undisturbed():  # until nobody waits for it: who does may have locks that closing an end takes
+            try:
+                work()
+            finally:
+                done.release()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        done.release()
 
 
 def repeated(call: Callable[..., _T], *arguments: Any) -> _T:
@@ -297,11 +313,8 @@ def _start_reaper() -> None:
     """Start it. It gets no signals either, as it begins with this thread's mask."""
     reaper, running = pyzmq_reaper, running_threads
     assert running is not None
-    try:
-        with reaper._lock:
-            if not reaper.is_alive():
-                reaper.start()
-            thread: Any = reaper.thread
-            thread.is_alive = functools.partial(running.__contains__, thread.ident)
-    finally:
-        running.pop(_thread.get_ident(), None)  # or it is listed for ever
+    with reaper._lock:
+        if not reaper.is_alive():
+            reaper.start()
+        thread: Any = reaper.thread
+        thread.is_alive = functools.partial(running.__contains__, thread.ident)

@@ -23,6 +23,7 @@ from typing import Any
 import zmq
 
 from tensorpipe_ipc.errors import OutOfMemory, Refused
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.zeromq.addresses import Address
@@ -487,7 +488,8 @@ def _marked(frame: bytes) -> zmq.Frame | None:
     try:
         hold_reaper()
         return zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
-    except (RuntimeError, Refused):
+    except (RuntimeError, Refused) as error:
+        reraise_from_handler(error)
         return None
 
 

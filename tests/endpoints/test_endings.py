@@ -32,12 +32,13 @@ import zmq
 from children import AT_LENGTH, PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
 from inside import conversation_of, is_in_use, side_of
-from programs import ran
+from programs import ran, started
 from proxy import Proxy
 from raw_ends import wait_in_vain
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.endpoints import resend_buffer
+from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.segment import CAPACITY
 from tensorpipe_ipc.zeromq.addresses import runtime_folder
 from tensorpipe_ipc.zeromq.binder import Binder
@@ -1512,6 +1513,77 @@ def test_daemon_threads_open_ends_again_and_again_while_the_program_ends() -> No
     assert os.listdir(runtime_folder()) == []
 
 
+def test_of_many_consumers_that_wait_one_looks_for_what_lies_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look walks all memory, and what is in use keeps them at it."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    asked, look, (told, tell) = Arena.mind_idle, Arena._give_back_idle, os.pipe()
+    sent = torch.zeros(600_000)
+
+    def wait() -> None:
+        with tp.Consumer("looking", bind=False) as consumer:
+            kept = consumer.get(PATIENCE)
+            monkeypatch.setattr(Arena, "mind_idle", lambda *_, **wish: (os.write(tell, b"?"), asked(*_, **wish))[1])
+            monkeypatch.setattr(Arena, "_give_back_idle", lambda arena: (os.write(tell, b"!"), look(arena))[1])
+            with pytest.raises(tp.EndOfStream):
+                consumer.get(AT_LENGTH)
+            assert not kept[0]
+
+    waiting = [in_child(wait) for _ in range(8)]
+    with tp.Producer("looking", bind=True) as producer:
+        producer.wait_for(consumers=8, timeout=AT_LENGTH)
+        for _ in waiting:
+            producer.put(sent, PATIENCE)
+        said = b""
+        while said.count(b"?") < 300:
+            said += os.read(told, 100)
+    assert [reap(each) for each in waiting] == [0] * 8
+    assert 2 < said.count(b"!") < 100
+    os.close(told)
+    os.close(tell)
+
+
+_CLOSES_IN_A_DAEMON = """
+import gc, sys, threading
+import torch
+import tensorpipe_ipc as tp
+
+begun = threading.Event()
+
+def put():
+    with tp.Producer("daemon", linger=20, shared_memory="off") as producer:
+        for number in range(3):
+            producer.put(torch.full((5_000_000,), number), 20)
+        begun.set()
+
+def drop():
+    producer = tp.Producer("daemon", linger=20, shared_memory="off")
+    for number in range(3):
+        producer.put(torch.full((5_000_000,), number), 20)
+    producer.itself = producer
+    del producer
+    begun.set()
+    gc.collect()
+
+gc.disable()
+threading.Thread(target=put if sys.argv[1] == "leaves its block" else drop, daemon=True).start()
+begun.wait()
+threading.Event().wait(0.5)  # it is at it by then
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["leaves its block", "collects it"])
+def test_an_end_that_a_daemon_thread_is_closing_when_the_program_ends_has_its_linger(how: str) -> None:
+    """The consumer is busy for seconds, and then takes what is there: all of it, and a goodbye."""
+    with tp.Consumer("daemon", shared_memory="off") as consumer:
+        with started("-c", _CLOSES_IN_A_DAEMON, how) as program:
+            assert consumer.get(AT_LENGTH)[0] == 0
+            threading.Event().wait(5.0)  # longer than the two seconds that any use of an end has
+            assert [int(each[0]) for each in consumer] == [1, 2]
+            assert consumer.statistics().ended == 1
+            assert (program.wait(PATIENCE), program.communicate()) == (0, ("", ""))
+
+
 _LEAVES_AN_END = """
 import multiprocessing, sys, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -1907,7 +1979,7 @@ def test_ends_that_garbage_collection_closes_while_another_is_made(
         started = time.monotonic()
         with tp.Consumer("made", **own_context):
             assert time.monotonic() - started < 2 * MARGIN
-    assert "cycle.sock" not in os.listdir(runtime_folder())
+    children.wait_until(lambda: "cycle.sock" not in os.listdir(runtime_folder()))
 
 
 def _collect_in(patch: pytest.MonkeyPatch, name: str) -> None:

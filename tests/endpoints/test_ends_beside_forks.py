@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import gc
 import logging
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable
@@ -18,7 +21,9 @@ from crash_points import in_child, reap
 from zmq.utils.garbage import GarbageCollector
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.sections import undisturbed
+from tensorpipe_ipc.process import process_key
+from tensorpipe_ipc.sections import postponed, undisturbed
+from tensorpipe_ipc.zeromq import zmq_contexts
 
 _SENT = torch.full((300_000,), 2.0)  # here: torch's threads are not in a child
 _FORKS = 0.5  # seconds that a fork may take, where it does not wait
@@ -117,3 +122,94 @@ def test_an_end_says_goodbye_that_is_dropped_in_a_child_forked_while_another_ope
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
         assert reap(child) == 0
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("started", [1, 3])
+def test_a_child_that_a_handler_forks_as_an_end_opens_waits_for_no_thread_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch, started: int, leaves: bool
+) -> None:
+    """The child leaves by sys.exit, or goes on, where its parent has just seen whether threads can be started."""
+    start, grandchildren = _thread.start_new_thread, list[int]()
+
+    def fork(*_: Any) -> None:
+        pid = os.fork()
+        grandchildren.append(pid)
+        if not pid:
+            signal.alarm(int(PATIENCE))
+            if leaves:
+                raise SystemExit
+
+    def start_and_ring(*arguments: Any) -> int:
+        nonlocal started
+        number = start(*arguments)
+        started -= 1
+        if not started:
+            signal.raise_signal(signal.SIGUSR1)
+        return number
+
+    def act() -> None:
+        signal.signal(signal.SIGUSR1, fork)
+        monkeypatch.setattr(_thread, "start_new_thread", start_and_ring)
+        with contextlib.suppress(SystemExit, Exception):  # a child that goes on is told that the end is its parent's
+            tp.Consumer("tcp://127.0.0.1:0").close()
+        if grandchildren[0]:
+            assert reap(grandchildren[0]) == 0
+
+    assert reap(in_child(act)) == 0
+
+
+def test_an_end_that_is_collected_while_an_exception_cuts_a_close_short_says_goodbye(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread in which its context ends goes on, and garbage is collected there."""
+
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: Any) -> None:
+        raise Alarm
+
+    with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
+
+        def act() -> None:
+            gc.disable()
+            last, ended = tp.Consumer("last"), threading.Event()
+            producer: Any = tp.Producer(consumer.endpoint, shared_memory="off")
+            producer.put(1, PATIENCE)
+            producer.itself = producer
+            destroy = zmq_contexts._destroy
+
+            def destroy_slowly(*arguments: Any) -> None:
+                signal.raise_signal(signal.SIGUSR1)
+                threading.Event().wait(_FORKS)  # until the other thread has gone
+                gc.collect()
+                destroy(*arguments)
+                ended.set()
+
+            monkeypatch.setattr(zmq_contexts, "_destroy", destroy_slowly)
+            signal.signal(signal.SIGUSR1, ring)
+            del producer
+            with contextlib.suppress(Alarm):
+                zmq_contexts._run_undisturbed(lambda: destroy_slowly(zmq_contexts._shared[process_key()], []))
+            assert ended.wait(PATIENCE)
+            last.close()
+
+        child = in_child(act)
+        assert consumer.get(PATIENCE) == 1
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert reap(child) == 0
+
+
+def test_any_number_of_ends_that_are_collected_while_another_opens_are_closed() -> None:
+    """One after the other: their closings are sections of their own."""
+    closed = list[int]()
+
+    def close(number: int) -> None:
+        with undisturbed():
+            closed.append(number)
+
+    with undisturbed():
+        assert all(postponed(close, number) for number in range(2000))
+    assert sorted(closed) == list(range(2000))

@@ -843,6 +843,73 @@ def test_a_process_keeps_those_that_wait_from_looking_once_it_has_looked_twice(
     assert seen == [True] * (looks == 1)
 
 
+def test_whoever_gives_back_a_part_with_each_call_keeps_nobody_that_waits_from_looking(
+    large_ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that finds a message each time, after seconds of work, gives back what it can in a moment. Others must go on."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.AT_ONCE", 0.0)
+    there, seen = large_ctx.Queue(), list[bool]()
+    arena = large_ctx.tensorpipe_attachment().arena
+    there.put_many([octets(2 * MIB) for _ in range(8)])
+    del (got := there.get_many(8))[:]
+    assert not got
+
+    def look() -> None:
+        there.qsize()
+        large_ctx.tensorpipe_attachment().attach()
+        for _ in range(3):
+            make_look_due(arena)
+            arena.mind_idle()
+        assert arena.is_giving_back
+
+    assert reap(in_child(look)) == 0
+    make_look_due(arena)
+    arena.mind_idle(lambda: seen.append(True), waits=True)
+    assert seen
+
+
+class Unready:
+    """It is never made: whoever makes it says so, and sleeps."""
+
+    ready = (-1, -1)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __setstate__(self, state: Any) -> None:
+        os.write(self.ready[1], b"x")
+        signal.pause()
+
+
+@pytest.mark.limit(40)
+def test_who_polls_finishes_what_only_it_can_finish_though_another_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer is killed with a large message in hand, and a third process, which has another queue alone, needs the room."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.2)
+    ctx, (told, tell) = small_context(capacity=16 * MIB), os.pipe()
+    other = ctx.Queue()
+    other.put(1)
+
+    def need_room() -> None:
+        os.read(told, 1)
+        other.put(octets(12 * MIB), timeout=LIMIT / 2)
+
+    needy = in_child(need_room)
+    there, (ready, begun) = ctx.Queue(), os.pipe()
+    monkeypatch.setattr(Unready, "ready", (ready, begun))
+    there.put(Unready(octets(7 * MIB)))
+    dying = in_child(lambda: there.get(copy=False))
+    os.read(ready, 1)
+    os.kill(dying, signal.SIGKILL)
+    reap(dying)
+    os.write(tell, b"x")
+    while not os.waitid(os.P_PID, needy, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        with contextlib.suppress(Empty):
+            there.get(timeout=1.0)
+    assert reap(needy) == 0
+    for each in (told, tell, ready, begun):
+        os.close(each)
+
+
 def test_of_many_that_wait_in_get_one_looks_for_what_lies_idle(large_ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look walks all memory, and what is in use keeps them at it."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
@@ -1616,6 +1683,12 @@ def test_a_get_that_waits_gives_all_idle_memory_back_as_soon_as_it_is_due(medium
     assert reap(child) == 0
 
 
+def _worked_on(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, after some work: an idle worker is not kept waiting, and its call looks."""
+    time.sleep(0.02)
+    return tensor.clone()
+
+
 @pytest.mark.parametrize(("workers", "nbytes"), [(4, 100_000), (1, 400_000)])
 def test_an_executor_beside_a_queue_that_fills_the_arena_does_not_look_at_it_for_each_call(
     ctx: Any, workers: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
@@ -1624,7 +1697,7 @@ def test_an_executor_beside_a_queue_that_fills_the_arena_does_not_look_at_it_for
     monkeypatch.setattr(call_queue, "REST", 1_000_000)
     _full, calls, looks = _filled(ctx), 60, _looks_of(ctx.tensorpipe_attachment().arena)
     with ProcessPoolExecutor(workers, mp_context=ctx) as executor:
-        futures = [executor.submit(torch.clone, octets(nbytes, number)) for number in range(calls)]
+        futures = [executor.submit(_worked_on, octets(nbytes, number)) for number in range(calls)]
         for number, future in enumerate(futures):
             assert (future.result(LIMIT) == octets(nbytes, number)).all()
     del executor, futures, future

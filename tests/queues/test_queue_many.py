@@ -28,6 +28,7 @@ from inside import open_queue_of, set_lease_budget, shared_queue_of
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS, PAGE
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.put_end import PutEnd
 
@@ -895,6 +896,36 @@ def test_tasks_of_workers_that_ended_long_ago_can_be_done() -> None:
         work(tasks, 2)
     with pytest.raises(ValueError, match="too many times"):
         tasks.task_done()
+
+
+def test_of_many_that_wait_in_join_one_looks_for_the_dead() -> None:
+    """A look costs more with each process, and all would look as one: what a killed worker had taken counts as done."""
+    tasks, (told, tell), (looked, look) = JoinableQueue(), os.pipe(), os.pipe()
+    tasks.put(1)
+    recover = Attachment.recover_dead
+
+    def take() -> None:
+        tasks.get()
+        os.write(tell, b"x")
+        signal.pause()
+
+    def wait() -> None:
+        Attachment.recover_dead = lambda each, **wish: (os.write(look, b"!"), recover(each, **wish))[1]  # type: ignore[method-assign]
+        tasks.join()
+
+    worker = in_child(take)
+    os.read(told, 1)
+    waiting, began = [in_child(wait) for _ in range(8)], time.monotonic()
+    while time.monotonic() < began + 0.8:
+        time.sleep(0.01)
+    os.set_blocking(looked, False)
+    looks = len(os.read(looked, 1 << 16))
+    os.kill(worker, signal.SIGKILL)
+    reap(worker)
+    assert [reap(each) for each in waiting] == [0] * 8
+    assert 0 < looks <= 48, "each of the eight looks sixteen times"
+    for each in (told, tell, looked, look):
+        os.close(each)
 
 
 @pytest.mark.parametrize("put", [Queue.put_nowait, lambda there, obj: there.put_many([obj], 0)])

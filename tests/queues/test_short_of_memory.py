@@ -283,13 +283,21 @@ def test_idle_memory_is_given_back_before_a_refusal(how: str, kind: str, leave: 
     there.get(True, LIMIT)
 
 
+class Box:
+    """It has anything."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
 @pytest.mark.parametrize("how", ["put", "put_many", "move"])
+@pytest.mark.parametrize("kind", [list, Box, set])
 @pytest.mark.usefixtures("no_collector")
-def test_a_tensor_with_history_that_is_refused_is_kept_by_nobody(how: str) -> None:
+def test_a_tensor_with_history_that_is_refused_is_kept_by_nobody(how: str, kind: Any) -> None:
     """Nor is what lies beside it."""
     beside = torch.ones(3)
     kept, there = weakref.ref(beside), Queue()
-    obj: Any = [torch.ones(2, requires_grad=True) * 2, beside]
+    obj: Any = kind([torch.ones(2, requires_grad=True) * 2, beside])
     with pytest.raises(tp.UnsupportedLeaf, match="history"):
         _refused(there)[how](obj)
     del obj, beside

@@ -9,9 +9,11 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zoo
+from children import in_thread
 from exchange import OWN, parts, round_trip, sent
 from inside import registered_serializers
 from programs import ran
@@ -21,7 +23,7 @@ from tensorpipe_ipc.errors import ProtocolError, UnknownSerializer, UnsupportedL
 from tensorpipe_ipc.serializers import Serializer, register_serializer, serializer_named, serializer_names
 from tensorpipe_ipc.serializers.base import describe, plain
 from tensorpipe_ipc.serializers.conformance import Checked, check_serializer
-from tensorpipe_ipc.wire.metas import TensorMeta
+from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 
 RAW = serializer_named("raw")
 
@@ -476,6 +478,109 @@ def test_wide_items_behind_a_serializers_head_are_copied_where_torch_can_compute
     got = there.get(timeout=10)
     for each in got if way == "views" else [got]:
         assert each.data_ptr() % 16 == 0
+
+
+class Spread(Zlib):
+    """On the payload behind a head, in a form that is not dense."""
+
+    name = "spread"
+    zero_copy = True
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        data = plain(tensor).contiguous()
+        if self.form == "gaps" and data.dim() == 2:
+            data = torch.nn.functional.pad(data, (0, 1))
+        if self.form == "conjugated":
+            data = data.conj().resolve_conj()
+        if self.form == "expanded" and data.numel() and (data == data.flatten()[0]).all():
+            data = data.flatten()[:1]
+        return describe(tensor.contiguous()), bytes(8) + data.contiguous().numpy().tobytes()
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        if not meta.nbytes:
+            return torch.empty(meta.shape, dtype=meta.dtype)
+        if payload.readonly:
+            payload = memoryview(bytearray(payload))
+        items = torch.frombuffer(payload, dtype=meta.dtype, offset=8)
+        if self.form == "gaps" and len(meta.shape) == 2:
+            return items.view(meta.shape[0], -1)[:, :-1]
+        if self.form == "expanded" and items.numel() == 1:
+            return items.view(()).expand(meta.shape)
+        items = items.view(meta.shape)
+        return items.conj() if self.form == "conjugated" and meta.dtype.is_complex else items
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 5), (6_001,), (2, 3_001)])
+@pytest.mark.parametrize("form", ["dense", "gaps", "expanded", "conjugated"])
+def test_wide_items_are_copied_by_what_does_not_crash_on_them(form: str, shape: tuple[int, ...]) -> None:
+    """Torch's own copy does, of an odd number of them, and of what has gaps."""
+    tensor = torch.full(shape, 1 + 2j, dtype=torch.complex128)
+    if form != "expanded":
+        tensor = tensor * torch.arange(1, tensor.numel() + 1).view(shape)
+    serializer = Checked(Spread(form))
+    meta, payload = serializer.encode(tensor)
+    received = torch.empty(len(payload) + 16, dtype=torch.uint8)  # torch's memory begins at a multiple of 16
+    place = memoryview(received.numpy())[: len(payload)]
+    place[:] = payload
+    got = serializer.decode(meta, place)
+    assert got.data_ptr() % 16 == 0
+    assert (got.numpy() if form != "conjugated" else got.resolve_conj().numpy()).tolist() == tensor.numpy().tolist()
+    assert got.untyped_storage().nbytes() <= len(payload)
+
+
+class Trusting(Zlib):
+    """Makes room for what the meta says."""
+
+    name = "trusting"
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        meta, payload = super().encode(tensor)
+        return (meta_of(torch.uint8, (1 << 46,), None) if tensor.numel() == 7 else meta), payload
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        bytearray(meta.nbytes)
+        return super().decode(meta, payload)
+
+
+@pytest.mark.parametrize("shared_memory", ["off", "require"])
+def test_what_is_only_said_to_be_large_is_rejected_and_no_want_of_memory(shared_memory: Any) -> None:
+    """A consumer's loop does not end by it, and the next message comes."""
+    register_serializer(Trusting())
+    address = "tcp://127.0.0.1:0" if shared_memory == "off" else "trusting"
+    with tp.Consumer(address, shared_memory=shared_memory) as consumer:
+        with tp.Producer(consumer.endpoint, shared_memory=shared_memory, serializer="trusting", linger=0) as producer:
+            putting = in_thread(lambda: (producer.put(torch.ones(7), 10), producer.put(torch.ones(8), 10)))
+            assert consumer.get(timeout=10).numel() == 8
+            assert "could not decode" in consumer.statistics().last_rejection
+            putting()
+
+
+class Unmasking(Zlib):
+    """Decodes where the payload lies."""
+
+    name = "unmasking"
+    zero_copy = True
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        data = np.frombuffer(plain(tensor).contiguous().numpy().tobytes(), np.uint8)
+        return describe(tensor.contiguous()), (data ^ 0xFF).tobytes()
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        data = np.frombuffer(payload, np.uint8)
+        data = data.copy() if payload.readonly else data
+        data ^= 0xFF
+        if not meta.nbytes:
+            return torch.empty(meta.shape, dtype=meta.dtype)
+        return torch.from_numpy(data).view(meta.dtype).view(meta.shape)
+
+
+def test_a_serializer_that_changes_what_came_is_refused() -> None:
+    """A message may be read again, after an exception or for as_numpy."""
+    with pytest.raises(TypeError, match="with other items"):
+        register_serializer(Unmasking())
 
 
 class Forgetful(Zlib):

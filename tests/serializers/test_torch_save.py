@@ -18,6 +18,7 @@ from children import PATIENCE, in_thread
 from crash_points import in_child, reap
 from exchange import parts, round_trip, sent
 from programs import ran, ran_in_fork
+from torch.utils.serialization import config
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
@@ -310,9 +311,12 @@ def test_no_payload_runs_code(tmp_path: Path) -> None:
     assert done.out == "hook works []\n", done.out + done.err
 
 
-def test_a_program_that_maps_its_checkpoints_reads_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_maps_its_checkpoints_reads_what_came() -> None:
     """torch's own switch for that is for files, and what comes is none."""
-    monkeypatch.setattr("torch.utils.serialization.config.load.mmap", True)
     there, sent = tp.Queue(serializer="torch_save"), torch.arange(3)
-    there.put(sent)
-    assert torch.equal(there.get(timeout=20), sent)
+    config.load.mmap = True  # its undoing by monkeypatch would delete it for good
+    try:
+        there.put(sent)
+        assert torch.equal(there.get(timeout=20), sent)
+    finally:
+        config.load.mmap = False
