@@ -30,6 +30,7 @@ from tensorpipe_ipc.memory.handover import region_of, values_and_frames
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
+from tensorpipe_ipc.serializers.conformance import Checked
 from tensorpipe_ipc.shared_queue.shared_memory import lease_from
 from tensorpipe_ipc.wire.header import Header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, OFFERS, ON_DEVICE, parts_of
@@ -357,7 +358,7 @@ class Consumer(End):
             )
         payloads, nbytes = header.payloads(frames), schema.nbytes
         schema.check(payloads)
-        serializer = serializer_named(schema.serializer)
+        serializer = _wary(schema.serializer)
         parts = header.values, payloads, serializer, self._own, self._arrival
         tree = made_with_room(self._receiver.give_back_idle, schema.tree, *parts)
         keep(schema)
@@ -415,7 +416,7 @@ class Consumer(End):
             raise ProtocolError(
                 f"serializer {schema.serializer!r} is not accepted here; {how_to_accept(schema.serializer)}"
             )
-        return how, schema, values, serializer_named(schema.serializer)
+        return how, schema, values, _wary(schema.serializer)
 
     def _no_memory(self, error: Exception, peer: Peer) -> OutOfMemory:
         if isinstance(error, OutOfMemory):
@@ -454,6 +455,12 @@ class Consumer(End):
             end = lost_or_failed(f"{self.endpoint}: the stream has ended, and not well: {told}", unwell)
         self._receiver.next_stream()
         return end
+
+
+def _wary(name: str) -> Serializer:
+    """Return a serializer for what a peer has sent."""
+    serializer = serializer_named(name)
+    return serializer.wary if isinstance(serializer, Checked) else serializer
 
 
 def _number_of(producers: Any) -> int | None:

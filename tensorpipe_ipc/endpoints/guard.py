@@ -185,7 +185,7 @@ class Guard:
         self._is_inherited = self._is_inherited or os.getpid() != self._pid
 
 
-_open: dict[int, tuple[Guard, Callable[[], Any]]] = {}  # by number of the guard; and what closes its end
+_open: dict[int, tuple[Guard, weakref.finalize[..., Any], Callable[[], Any]]] = {}  # by number of the guard
 _is_prepared = _was_prepared = False  # whether this process has been told of ``_end``; or an ancestor
 _is_ending = False
 
@@ -198,7 +198,10 @@ def close_at_last(end: Any, guard: Guard, function: Callable[..., Any], *argumen
     """
     finish = weakref.finalize(end, function, *arguments)
     _prepare()  # after the first finalizer: what is told last is asked first, before what an end has is gone
-    _open[id(guard)] = guard, functools.partial(function, *arguments)  # also where a finalizer was cut short
+    close = functools.partial(
+        function, *arguments
+    )  # also where the finalizer was cut short, or another thread is in it
+    _open[id(guard)] = guard, finish, close
     if _is_ending:  # asked last: an end that is not among those which are being closed is not to be opened
         guard.closing = True
         guard.set_closed()
@@ -223,8 +226,10 @@ def _in_child() -> None:
     global _is_prepared, _is_ending
     _is_prepared = _is_ending = False
     begin_anew()
-    for guard, _ in list(_open.values()):
+    for number, (guard, *_) in list(_open.items()):
         guard.disown()
+        if guard.foreign:
+            _open.pop(number, None)
 
 
 def _end() -> None:
@@ -236,5 +241,13 @@ def _end() -> None:
     finally:
         _is_ending = True
         with ExitStack() as steps:  # each is closed though another raises
-            for _, close in list(_open.values()):
-                steps.callback(close)
+            for number in list(_open):
+                steps.callback(_close_once, number)
+
+
+def _close_once(number: int) -> None:
+    """Close an end, if it is open. What a thread does not leave is waited for once, though ``_end`` is called twice."""
+    _, finish, close = _open.pop(number, (None, None, None))
+    if close is not None and finish is not None:
+        finish.detach()
+        close()

@@ -169,7 +169,9 @@ class Codec:
             flat, pickled, storages = self.take_apart(obj)
         if pickled is None:
             try:
-                message = encode(obj, staged(self.narrowing or self._serializer), b"", flat, apart=storages)
+                message = encode(
+                    obj, staged(self.narrowing or self._serializer), b"", flat, apart=storages, arrays=False
+                )
             except UnsupportedLeaf:
                 pickled = pickling.dump(obj)
             else:
@@ -234,7 +236,7 @@ class Codec:
             return None
         try:
             if pickled is None:
-                message, flags = encode(obj, self._serializer, b"", flat), BY_REFERENCE
+                message, flags = encode(obj, self._serializer, b"", flat, arrays=False), BY_REFERENCE
             else:
                 message, flags = _with_pickle(pickled[0], pickled[1], self._serializer), BY_REFERENCE | PICKLED
         except UnsupportedLeaf:  # of what lies beside it: ``encode`` sends that as a pickle, or raises the error
@@ -358,5 +360,5 @@ def _again(queue: SharedMemoryQueue, serializer: str, wire_dtype: torch.dtype | 
 def _with_pickle(data: bytes, leaves: Sequence[Any], encoder: Encoder) -> EncodedMessage:
     """Return the message of a pickle and its leaves."""
     if len(data) > _BRIEF:
-        return encode([data, *leaves], encoder)
-    return encode(list(leaves), encoder, data)
+        return encode([data, *leaves], encoder, arrays=False)
+    return encode(list(leaves), encoder, data, arrays=False)

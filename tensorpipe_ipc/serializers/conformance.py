@@ -15,8 +15,9 @@ from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, TensorPipeError, U
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.serializers.base import Serializer, expect
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST
-from tensorpipe_ipc.wire.layout import kept
+from tensorpipe_ipc.wire.layout import BULK, kept
 from tensorpipe_ipc.wire.metas import TensorMeta
+from tensorpipe_ipc.wire.room import see_room_to_take
 
 __all__ = ["Checked", "check_serializer"]
 
@@ -25,10 +26,15 @@ _SMALL = 1 << 16
 
 
 class Checked:
-    """A user's serializer, held to its contract on every call: its errors become ours, its results are checked."""
+    """A user's serializer, held to its contract on every call: its errors become ours, its results are checked.
 
-    def __init__(self, serializer: Serializer) -> None:
-        self.serializer = serializer
+    Attributes:
+        wary: the same for messages of strangers: what they only say to be large is no want of memory.
+    """
+
+    def __init__(self, serializer: Serializer, *, is_wary: bool = False) -> None:
+        self.serializer, self._is_wary = serializer, is_wary
+        self.wary: Checked = self if is_wary else Checked(serializer, is_wary=True)
         self.name = serializer.name
         self.zero_copy = bool(serializer.zero_copy)
 
@@ -62,7 +68,7 @@ class Checked:
 
         Raises:
             ProtocolError: a tensor of another kind, or anything that it raises of its own.
-            OutOfMemory: there was no memory, for a tensor that is not much larger than what came.
+            OutOfMemory: there was no memory.
         """
         try:
             tensor = expect(self.serializer.decode(meta, payload), meta)
@@ -71,9 +77,7 @@ class Checked:
             raise
         except Exception as error:
             reraise_from_handler(error)
-            if (
-                _lacks_memory(error) and 0 < meta.nbytes <= _UNPACKED * len(payload) + _SMALL
-            ):  # else it is the peer's word
+            if _lacks_memory(error) and not (self._is_wary and _is_only_said(meta, payload)):
                 raise OutOfMemory(f"serializer {self.name!r} found no memory to decode {meta!r}: {error}") from None
             raise ProtocolError(f"serializer {self.name!r} could not decode {meta!r}: {error!r}") from error
 
@@ -91,13 +95,27 @@ def _is_crooked(tensor: torch.Tensor, meta: TensorMeta) -> bool:
     return is_wide and is_plain and tensor.data_ptr() % WIDEST != 0
 
 
+def _is_only_said(meta: TensorMeta, payload: memoryview) -> bool:
+    """Return whether a tensor is said to be larger than its bytes can have been packed; or only they tell how large it is."""
+    return not 0 < meta.nbytes <= _UNPACKED * len(payload) + _SMALL
+
+
 def _straightened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same view of a copy of what a tensor lies on. By NumPy: torch's own copy crashes, or makes what is expanded
-    whole."""
-    items = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    """Return the same view of a copy of what a tensor lies on.
+
+    It is copied as bytes, by NumPy: torch's own copy crashes on complex128, or makes what is expanded whole.
+
+    Raises:
+        OutOfMemory: there is no memory for it.
+    """
+    if tensor.is_neg():
+        return tensor.resolve_neg()
     plain = tensor.detach().conj() if tensor.is_conj() else tensor.detach()
-    row = plain.as_strided((items if tensor.numel() else 0,), (1,))
-    copy = torch.from_numpy(row.numpy().copy()).as_strided(tensor.shape, tensor.stride(), 0)
+    items = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    row = plain.as_strided((items if tensor.numel() else 0,), (1,)).view(torch.uint8)
+    if row.nbytes >= BULK:
+        see_room_to_take(row.nbytes)
+    copy = torch.from_numpy(row.numpy().copy()).view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), 0)
     return copy.conj() if tensor.is_conj() else copy
 
 

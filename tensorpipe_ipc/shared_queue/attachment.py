@@ -123,7 +123,7 @@ class Attachment:
             waits: see ``Arena.mind_idle``. Where another process looks instead, it may be one that can finish less.
         """
         self.arena.mind_idle(self._look_around, waits=waits)
-        if waits:
+        if waits and self.rows.index >= 0:
             self._recover_marked()
 
     def _look_around(self) -> None:

@@ -106,6 +106,7 @@ def encode(
     flat: Flat | None = None,
     *,
     apart: list[UntypedStorage] | None = None,
+    arrays: bool = True,
 ) -> EncodedMessage:
     """Make a message of a tree. Nothing is copied that the serializer does not copy.
 
@@ -113,6 +114,7 @@ def encode(
         instead: what stands in the place of the values of a tree that has none.
         flat: the tree taken apart, where somebody has done that.
         apart: the storages of the leaves, where each is known to have memory of its own.
+        arrays: see ``Sharing``.
 
     Raises:
         UnsupportedLeaf: something in the tree cannot be sent, by this serializer or at all. Its path is named.
@@ -155,7 +157,7 @@ def encode(
     views: dict[int, bytes] = {}
     storages = storages_of(leaves) if apart is None else apart
     if apart is None:
-        shared = Sharing(leaves, storages, getattr(serializer, "wire_dtype", None), flat.spec)
+        shared = Sharing(leaves, storages, getattr(serializer, "wire_dtype", None), flat.spec, arrays=arrays)
         spans, views = [_encode_span(span, serializer, payloads) for span in shared.spans], shared.views
     metas, nbytes = _encode_leaves(tree, leaves, serializer, views, payloads)
     schema = b"".join(
@@ -163,7 +165,8 @@ def encode(
     )
     _see_that_it_fits(schema, values)
     if storages_of(leaves) != storages:
-        return encode(tree, serializer, instead, flat._replace(leaves=[leaf.detach() for leaf in leaves]))
+        flat = flat._replace(leaves=[leaf.detach() for leaf in leaves])
+        return encode(tree, serializer, instead, flat, arrays=arrays)
     return EncodedMessage(schema, values, payloads, nbytes, (leaves, storages))
 
 

@@ -11,7 +11,7 @@ from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, is_narrowed
 from tensorpipe_ipc.wire.flatten import kinds_of
-from tensorpipe_ipc.wire.layout import ALIGN
+from tensorpipe_ipc.wire.layout import ALIGN, overlaps
 from tensorpipe_ipc.wire.metas import meta_of, narrowed_meta
 from tensorpipe_ipc.wire.spec import Op
 
@@ -47,15 +47,18 @@ class Sharing:
         storages: list[UntypedStorage],
         wire_dtype: torch.dtype | None = None,
         spec: Sequence[bytes] = (),
+        *,
+        arrays: bool = True,
     ) -> None:
         """
         Args:
             storages: of those leaves that have one.
             wire_dtype: what wider floats cross as.
-            spec: of the tree, in pieces. Bytes and arrays are sent by themselves, and share memory with nobody on arrival, as
-                if they were pickled.
+            spec: of the tree, in pieces. Bytes share memory with nobody on arrival, and an array whose items overlap would
+                be as large as it looks: such leaves are sent by themselves.
+            arrays: whether arrays that begin at one place share memory on arrival, too. By pickle they would not.
         """
-        self._wire_dtype = wire_dtype
+        self._wire_dtype, self._arrays = wire_dtype, arrays
         self.spans: list[torch.Tensor] = []
         self.views: dict[int, bytes] = {}
         if len(set(map(UntypedStorage.data_ptr, storages))) < len(leaves):
@@ -63,7 +66,7 @@ class Sharing:
 
     def _find(self, leaves: list[torch.Tensor], spec: Sequence[bytes]) -> None:
         kinds = kinds_of(spec)
-        apart = _sent_apart(kinds)
+        apart = _sent_apart(leaves, kinds, self._arrays)
         owners: dict[int, list[int]] = {}
         for index, leaf in enumerate(leaves):
             if (
@@ -90,7 +93,7 @@ class Sharing:
     def _join(self, leaves: list[torch.Tensor], members: list[int], storages: set[int]) -> None:
         if len(members) < 2:
             return
-        # Two tensors may begin at one address as two storages, of which one is shorter.
+        # Two arrays may begin at one address as two storages, of which one is shorter.
         storage = max((leaves[index].untyped_storage() for index in members), key=torch.UntypedStorage.nbytes)
         extents = [_extent(leaves[index]) for index in members]
         start = min(extent[0] for extent in extents) // ALIGN * ALIGN  # so that every leaf stays aligned in its span
@@ -135,8 +138,12 @@ def _storage_of(leaf: torch.Tensor) -> list[UntypedStorage]:
         return []
 
 
-def _sent_apart(kinds: list[int]) -> set[int]:
-    return {index for index, kind in enumerate(kinds) if kind in (Op.BYTES, Op.NDARRAY)}
+def _sent_apart(leaves: list[torch.Tensor], kinds: list[int], arrays: bool) -> set[int]:
+    return {
+        index
+        for index, (kind, leaf) in enumerate(zip(kinds, leaves, strict=False))
+        if kind == Op.BYTES or (kind == Op.NDARRAY and not (arrays and not overlaps(leaf.shape, leaf.stride())))
+    }
 
 
 def _is_view(leaf: torch.Tensor) -> bool:

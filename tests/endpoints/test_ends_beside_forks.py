@@ -21,7 +21,6 @@ from crash_points import in_child, reap
 from zmq.utils.garbage import GarbageCollector
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.process import process_key
 from tensorpipe_ipc.sections import postponed, undisturbed
 from tensorpipe_ipc.zeromq import zmq_contexts
 
@@ -170,36 +169,34 @@ def test_an_end_that_is_collected_while_an_exception_cuts_a_close_short_says_goo
     def ring(*_: Any) -> None:
         raise Alarm
 
+    seen, tell = os.pipe()
     with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
 
         def act() -> None:
             gc.disable()
-            last, ended = tp.Consumer("last"), threading.Event()
             producer: Any = tp.Producer(consumer.endpoint, shared_memory="off")
             producer.put(1, PATIENCE)
             producer.itself = producer
-            destroy = zmq_contexts._destroy
 
-            def destroy_slowly(*arguments: Any) -> None:
-                signal.raise_signal(signal.SIGUSR1)
+            def work() -> None:
+                os.kill(os.getpid(), signal.SIGUSR1)  # to the other thread: this one gets none
                 threading.Event().wait(_FORKS)  # until the other thread has gone
                 gc.collect()
-                destroy(*arguments)
-                ended.set()
 
-            monkeypatch.setattr(zmq_contexts, "_destroy", destroy_slowly)
             signal.signal(signal.SIGUSR1, ring)
             del producer
             with contextlib.suppress(Alarm):
-                zmq_contexts._run_undisturbed(lambda: destroy_slowly(zmq_contexts._shared[process_key()], []))
-            assert ended.wait(PATIENCE)
-            last.close()
+                zmq_contexts._run_undisturbed(work)
+            os.read(seen, 1)
 
         child = in_child(act)
         assert consumer.get(PATIENCE) == 1
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
+        os.write(tell, b"x")
         assert reap(child) == 0
+    os.close(seen)
+    os.close(tell)
 
 
 def test_any_number_of_ends_that_are_collected_while_another_opens_are_closed() -> None:

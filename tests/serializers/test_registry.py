@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import struct
 import warnings
@@ -23,6 +24,7 @@ from tensorpipe_ipc.errors import ProtocolError, UnknownSerializer, UnsupportedL
 from tensorpipe_ipc.serializers import Serializer, register_serializer, serializer_named, serializer_names
 from tensorpipe_ipc.serializers.base import describe, plain
 from tensorpipe_ipc.serializers.conformance import Checked, check_serializer
+from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 
 RAW = serializer_named("raw")
@@ -531,6 +533,20 @@ def test_wide_items_are_copied_by_what_does_not_crash_on_them(form: str, shape: 
     assert got.untyped_storage().nbytes() <= len(payload)
 
 
+@pytest.mark.parametrize("dtype", BY_TORCH, ids=str)
+def test_items_of_any_dtype_beside_a_storage_are_copied_to_where_torch_can_compute_with_them(
+    dtype: torch.dtype,
+) -> None:
+    """Of a storage, tensors of any dtype may be made."""
+    register_serializer(Headed(8, 0))
+    there = tp.Queue(serializer="headed")
+    tensor, beside = torch.arange(96, dtype=torch.uint8).remainder(2).view(dtype), torch.ones(5).untyped_storage()
+    there.put({"tensor": tensor, "storage": beside})
+    got = there.get(timeout=10)["tensor"]
+    assert got.dtype is dtype
+    assert got.view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
+
+
 class Trusting(Zlib):
     """Makes room for what the meta says."""
 
@@ -589,20 +605,30 @@ class Forgetful(Zlib):
     name = "forgetful"
     tries = 2
     error: type[Exception] = MemoryError
+    is_opaque = False
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        if not self.is_opaque:
+            return super().encode(tensor)
+        file = io.BytesIO()
+        torch.save(tensor.detach().clone(), file)
+        return tp.OPAQUE, file.getvalue()
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
-        if self.tries and meta.nbytes > 1_000_000:
+        if self.tries and max(meta.nbytes, len(payload)) > 1_000_000:
             self.tries -= 1
             raise self.error("can't allocate memory")
-        return super().decode(meta, payload)
+        return torch.load(io.BytesIO(bytes(payload))) if self.is_opaque else super().decode(meta, payload)
 
 
+@pytest.mark.parametrize("is_opaque", [False, True])
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_what_a_serializer_finds_no_memory_for_comes_again(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], is_opaque: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with the library's own. torch has no type for that error."""
     monkeypatch.setattr(Forgetful, "error", error)
+    monkeypatch.setattr(Forgetful, "is_opaque", is_opaque)
     register_serializer(Forgetful())
     there = tp.Queue(serializer="forgetful")
     there.put(torch.zeros(300_000))
