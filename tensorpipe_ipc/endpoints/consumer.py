@@ -460,7 +460,7 @@ class Consumer(End):
 def _wary(name: str) -> Serializer:
     """Return a serializer for what a peer has sent."""
     serializer = serializer_named(name)
-    return serializer.wary if isinstance(serializer, Checked) else serializer
+    return serializer.wary or serializer if isinstance(serializer, Checked) else serializer
 
 
 def _number_of(producers: Any) -> int | None:

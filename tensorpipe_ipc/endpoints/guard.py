@@ -246,8 +246,10 @@ def _end() -> None:
 
 
 def _close_once(number: int) -> None:
-    """Close an end, if it is open. What a thread does not leave is waited for once, though ``_end`` is called twice."""
-    _, finish, close = _open.pop(number, (None, None, None))
+    """Close an end, if it is open. What a thread does not leave is waited for once, though ``_end`` is called twice: unless an
+    exception cuts it short."""
+    _, finish, close = _open.get(number, (None, None, None))
     if close is not None and finish is not None:
-        finish.detach()
         close()
+        finish.detach()
+        _open.pop(number, None)

@@ -18,10 +18,11 @@ from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST
 from tensorpipe_ipc.wire.layout import BULK, kept
 from tensorpipe_ipc.wire.metas import TensorMeta
 from tensorpipe_ipc.wire.room import see_room_to_take
+from tensorpipe_ipc.wire.threads import alone_in_a_child
 
 __all__ = ["Checked", "check_serializer"]
 
-_UNPACKED = 1024  # times as many bytes as came, as of deflate: a tensor that is said to be larger was never there
+_UNPACKED = 1100  # times as many bytes as came, as of deflate: a tensor that is said to be larger was never there
 _SMALL = 1 << 16
 
 
@@ -29,12 +30,12 @@ class Checked:
     """A user's serializer, held to its contract on every call: its errors become ours, its results are checked.
 
     Attributes:
-        wary: the same for messages of strangers: what they only say to be large is no want of memory.
+        wary: the same for messages of strangers, unless it is that: what they only say to be large is no want of memory.
     """
 
     def __init__(self, serializer: Serializer, *, is_wary: bool = False) -> None:
         self.serializer, self._is_wary = serializer, is_wary
-        self.wary: Checked = self if is_wary else Checked(serializer, is_wary=True)
+        self.wary = None if is_wary else Checked(serializer, is_wary=True)
         self.name = serializer.name
         self.zero_copy = bool(serializer.zero_copy)
 
@@ -100,6 +101,7 @@ def _is_only_said(meta: TensorMeta, payload: memoryview) -> bool:
     return not 0 < meta.nbytes <= _UNPACKED * len(payload) + _SMALL
 
 
+@alone_in_a_child
 def _straightened(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same view of a copy of what a tensor lies on.
 

@@ -158,9 +158,7 @@ def test_a_child_that_a_handler_forks_as_an_end_opens_waits_for_no_thread_of_its
     assert reap(in_child(act)) == 0
 
 
-def test_an_end_that_is_collected_while_an_exception_cuts_a_close_short_says_goodbye(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_end_that_is_collected_while_an_exception_cuts_a_close_short_says_goodbye() -> None:
     """The thread in which its context ends goes on, and garbage is collected there."""
 
     class Alarm(Exception):

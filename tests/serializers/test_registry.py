@@ -618,7 +618,9 @@ class Forgetful(Zlib):
         if self.tries and max(meta.nbytes, len(payload)) > 1_000_000:
             self.tries -= 1
             raise self.error("can't allocate memory")
-        return torch.load(io.BytesIO(bytes(payload))) if self.is_opaque else super().decode(meta, payload)
+        if self.is_opaque:
+            return torch.load(io.BytesIO(bytes(payload)), weights_only=True)
+        return super().decode(meta, payload)
 
 
 @pytest.mark.parametrize("is_opaque", [False, True])
@@ -636,6 +638,19 @@ def test_what_a_serializer_finds_no_memory_for_comes_again(
         with pytest.raises(tp.OutOfMemory, match="serializer 'forgetful' found no memory to decode"):
             there.get(timeout=10)
     assert there.get(timeout=10).shape == (300_000,)
+
+
+def test_what_a_serializer_finds_no_memory_for_comes_again_to_a_consumer() -> None:
+    """If it may well have been packed in what came."""
+    register_serializer(Forgetful())
+    with tp.Consumer("again", shared_memory="require") as consumer:
+        with tp.Producer("again", shared_memory="require", serializer="forgetful") as producer:
+            putting = in_thread(lambda: producer.put(torch.zeros(300_000), 10))
+            for _ in range(Forgetful.tries):
+                with pytest.raises(tp.OutOfMemory, match="serializer 'forgetful' found no memory to decode"):
+                    consumer.get(10)
+            assert consumer.get(10).shape == (300_000,)
+            putting()
 
 
 def test_a_tensor_that_a_serializer_finds_no_memory_for_is_not_sent() -> None:
