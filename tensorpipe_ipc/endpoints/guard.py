@@ -198,10 +198,8 @@ def close_at_last(end: Any, guard: Guard, function: Callable[..., Any], *argumen
     """
     finish = weakref.finalize(end, function, *arguments)
     _prepare()  # after the first finalizer: what is told last is asked first, before what an end has is gone
-    close = functools.partial(
-        function, *arguments
-    )  # also where the finalizer was cut short, or another thread is in it
-    _open[id(guard)] = guard, finish, close
+    # What closes it, too: the finalizer may have been cut short, or another thread may be in it.
+    _open[id(guard)] = guard, finish, functools.partial(function, *arguments)
     if _is_ending:  # asked last: an end that is not among those which are being closed is not to be opened
         guard.closing = True
         guard.set_closed()

@@ -78,9 +78,7 @@ class Attachment:
         Args:
             adopt_extents: take over their extents, too; for when memory is short.
         """
-        if (
-            self.rows.is_recovering or self.rows.index < 0
-        ):  # another thread is at it; or this is a child, forked within a wait
+        if self.rows.is_recovering or self.rows.index < 0:  # another thread is at it; or a handler forked within a wait
             return False
         owners = {row for *_, row in self.arena.all_extents()} if adopt_extents else set[int]()
         rows = (row for row in self.rows.used() if row in owners or not self.rows.is_finished(row))

@@ -245,14 +245,14 @@ def _run_undisturbed(work: Callable[[], None]) -> None:
     process, done = os.getpid(), _thread.allocate_lock()
     done.acquire()
     try:
-        _thread.start_new_thread(_serve, (work, done))
+        _thread.start_new_thread(_be_the_thread, (work, done))
     except RuntimeError as error:  # no thread can be started, as at the program's end
         reraise_from_handler(error)
         _without_signals(work, done)
     _wait_for(done, process)
 
 
-def _serve(work: Callable[[], None], done: _thread.LockType) -> None:
+def _be_the_thread(work: Callable[[], None], done: _thread.LockType) -> None:
     try:
         _without_signals(work, done)
     finally:
