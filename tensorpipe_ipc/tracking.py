@@ -294,9 +294,8 @@ class MemoryTracker:
             )
             for part in arena.parts:
                 if part.nbytes or part.written:
-                    state = "alive" if part.alive else "dead"
                     lines.append(
-                        f"  pid {part.pid} ({state}): {part.held} held with {_mib(part.nbytes_held)}, "
+                        f"  {part}: {part.held} held with {_mib(part.nbytes_held)}, "
                         f"{part.queued} waiting, {part.written} being filled"
                     )
         return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import shutil
@@ -23,7 +24,10 @@ import tensorpipe_ipc as tp
 
 pytest_plugins = ["pytester", "arenas"]
 LIMIT = 60.0  # seconds for each of setting up a test without a ``limit`` marker, the test, and tearing it down
+FREEZES = 25  # after so many tests, what is there is not looked at again by the garbage collection
 GRACE = 15.0  # seconds after all three until a test that hangs in C takes the whole run with it
+
+_tests = itertools.count(1)
 
 
 def pytest_configure() -> None:
@@ -70,6 +74,9 @@ def own_runtime_folder() -> Iterator[Path]:
 def leaves_nothing_behind(request: pytest.FixtureRequest, own_runtime_folder: Path) -> Iterator[None]:
     """Every test ends with no child, thread, descriptor, shared memory or socket file that it did not begin with."""
     folders = [request.getfixturevalue("tmp_path")] if "tmp_path" in request.fixturenames else []
+    if next(_tests) % FREEZES == 0:
+        gc.collect()
+        gc.freeze()  # as when the run began: what tests imported since (torch's compiler, say) is ten times that much
     before = snapshot(folders)
     yield
     found = left(before, folders)

@@ -193,10 +193,9 @@ def _holders(segment: SegmentView) -> Any:
     for part in segment.parts:
         if part.alive or part.nbytes:
             of = _memory(part)
-            state = "" if part.alive else " (dead)" if part.here else " (elsewhere)"
             held = (str(part.written), str(part.queued), str(part.held), _mib(part.nbytes_held))
             cells = [_mib(of[name]) for name in ("rss", "uss", "pss")] if of is not None else ["", "", ""]
-            table.add_row(f"pid {part.pid}{state}", *held, *cells)
+            table.add_row(str(part).removesuffix(" (alive)"), *held, *cells)
     return table
 
 

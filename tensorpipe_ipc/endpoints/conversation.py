@@ -815,7 +815,7 @@ class Conversation:
         return said
 
     def named(self, peers: Iterator[str]) -> str:
-        """Name the peers in a text, the first of them only where there are many."""
+        """Name the peers in a text: of many, those that come first. The most telling come first."""
         told = list(itertools.islice(peers, _NAMED))
         left = len(self.peers) - len(told)
         return "; ".join(told) + (f"; and {left} more" if left else "")

@@ -134,15 +134,19 @@ class Greeting:
 
     # -- the binder that has left
 
+    def knows_nobody(self) -> bool:
+        """Return whether a connector has a connection, and has heard nothing by it."""
+        return self._is_connectors and not self._here.peers and bool(self._socket.routing)
+
     def is_left_over(self) -> bool:
-        """Return whether a connector's connection stands, though its binder has left by it, or is dead.
+        """Return whether a connector's connection stands, though its binder has left by it, or is dead, or another is there now.
 
         A child that was forked from the binder's process holds it open, for as long as it lives: nobody hears there.
         """
         routing = self._socket.routing
-        if not self._is_connectors or self._here.peers or not routing:
+        if not self.knows_nobody():
             return False
-        return self.left_by(routing) or self._socket.is_orphaned(routing)
+        return self.left_by(routing) or self._socket.is_orphaned(routing) or self._socket.is_replaced(routing)
 
     def left_by(self, routing: bytes) -> bool:
         """Return whether a connector's last binder has left by a connection, and did not just refuse this end."""
@@ -172,7 +176,9 @@ class Greeting:
         ours = here.owner.hello(None)
         if found is None or misfit(ours, found.hello) or rendezvous.objection(ours, found.hello):
             return
-        if here.peers.has_left(found.hello):
+        if (
+            here.peers.has_left(found.hello) or self.is_left_over()
+        ):  # asked last: the file is that of who is on the line
             return
         sight = here.peers.sight_of(found.hello)  # one: what it closes with later is read there
         queue, has_met = None, False

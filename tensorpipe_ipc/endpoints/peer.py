@@ -13,7 +13,7 @@ from tensorpipe_ipc.errors import EndOfStream, PeerLost, StreamFailed
 from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.wire.header import Ending, Hello, failed
 
-__all__ = ["How", "Peer", "ending_by", "lost_or_failed"]
+__all__ = ["How", "Peer", "ending_by", "lost_or_failed", "to_leave_out"]
 
 _SILENCE = 2.0  # seconds without a sign of life after which a connection is given up (zmq_sockets)
 
@@ -199,6 +199,18 @@ def ending_by(error: BaseException | None) -> Ending:
         return failed(f"{name}: {text}" if text else name)
     except Exception as unspeakable:  # the user's own code: whatever it does, the end has failed, and is closed
         return failed(f"{name} (and its text raises {type(unspeakable).__name__})")
+
+
+def to_leave_out(left: list[How | None], most: int) -> slice:
+    """Return which of the peers that left make room for one more, as ``most`` are named: the first of them.
+
+    But the first that failed stays: others may have been ended because of that.
+
+    Args:
+        left: how each left, in order.
+    """
+    first = int(left[:1] == [How.FAILED])
+    return slice(first, first + max(0, 1 + len(left) - most))
 
 
 def lost_or_failed(text: str, peers: Sequence[Peer]) -> PeerLost:

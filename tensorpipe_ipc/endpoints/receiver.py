@@ -11,7 +11,7 @@ from typing import Any
 from tensorpipe_ipc.endpoints.conversation import Opening, log
 from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, Joined, Left, PieceArrived, Torn
 from tensorpipe_ipc.endpoints.participant import Participant
-from tensorpipe_ipc.endpoints.peer import How
+from tensorpipe_ipc.endpoints.peer import How, to_leave_out
 from tensorpipe_ipc.endpoints.peers import MOST_PEERS
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.producer_peer import ProducerPeer
@@ -232,7 +232,7 @@ class Receiver(Participant):
         """Return ``unwell`` with another producer: of each stream that is still to be told as few as are named."""
         size = self.producers or MOST_PEERS
         of_its_stream = [each for each in self.unwell if (each[0] - 1) // size == (count - 1) // size]
-        left_out = of_its_stream[: max(0, 1 + len(of_its_stream) - _TOLD)]
+        left_out = of_its_stream[to_leave_out([each.left for _, each in of_its_stream], _TOLD)]
         return [*(each for each in self.unwell if each not in left_out), (count, peer)][-MOST_PEERS:]
 
     # -- queues
@@ -323,7 +323,7 @@ class Receiver(Participant):
         assert self._timer is not None  # ``fileno`` made it
         now = time.monotonic()
         is_to_look = (
-            bool(self.peers) or self.conversation.standby.any_claimed or self.conversation.greeting.is_left_over()
+            bool(self.peers) or self.conversation.standby.any_claimed or self.conversation.greeting.knows_nobody()
         )
         if is_to_look and now >= self._due:
             self._due = now + _TICK
@@ -694,7 +694,7 @@ class Receiver(Participant):
         """Return who is expected to send something."""
         here = self.conversation
         if here.peers:
-            why = here.named(map(str, here.peers.values()))
+            why = here.named(map(str, sorted(here.peers.values(), key=lambda peer: peer.heard)))
         else:
             why = (
                 here.why_alone() if here.peers.last_left is None else f"no producer is attached: {here.peers.last_left}"

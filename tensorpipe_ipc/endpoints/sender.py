@@ -13,7 +13,7 @@ from tensorpipe_ipc.endpoints.consumer_peer import ConsumerPeer
 from tensorpipe_ipc.endpoints.conversation import Opening
 from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, Joined, Left, PieceArrived
 from tensorpipe_ipc.endpoints.participant import Participant
-from tensorpipe_ipc.endpoints.peer import How, Peer
+from tensorpipe_ipc.endpoints.peer import How, Peer, to_leave_out
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.endpoints.resend_buffer import PIECE, PIECE_AFAR, ResendBuffer, SentMessage
@@ -183,7 +183,8 @@ class Sender(Participant):
             peer.queue.attachment.recover_dead()
         untaken, left_behind = peer.load(), self._left_behind  # until flush, or close, has told
         if untaken:
-            left_behind = [*left_behind[1 - _TOLD :], (peer, untaken)]
+            left_out = left_behind[to_leave_out([each.left for each, _ in left_behind], _TOLD)]
+            left_behind = [*(each for each in left_behind if each not in left_out), (peer, untaken)]
         self._reckon_framed()
         self.lost += untaken
         self._left_behind = left_behind
@@ -620,7 +621,8 @@ class Sender(Participant):
         """Return who or what keeps this producer from sending."""
         here = self.conversation
         if here.peers:
-            untaken = (f"{peer} holds {peer.load()} untaken of {self._room(peer)}" for peer in here.peers.values())
+            peers = sorted(here.peers.values(), key=lambda peer: peer.load(), reverse=True)
+            untaken = (f"{peer} holds {peer.load()} untaken of {self._room(peer)}" for peer in peers)
             return here.named(untaken) + here.unheard()
         if here.peers.last_left is not None:
             lost = f"with {self.lost} messages in flight lost so far"

@@ -93,14 +93,13 @@ from tensorpipe_ipc.memory.extents import (
 from tensorpipe_ipc.memory.row import (
     ALLOCATING,
     HAZARDS,
-    MAX_ROWS,
     RESERVED,
     WALKING,
     Operation,
     hazard_word,
     row_word,
 )
-from tensorpipe_ipc.memory.rows import Prepared, Rows
+from tensorpipe_ipc.memory.rows import ENDED, Prepared, Rows
 from tensorpipe_ipc.memory.segment import APART, CAPACITY, GROWN, PAGE_LOCKED, SEEN, Segment
 
 __all__ = [
@@ -964,17 +963,22 @@ class Arena(Extents):
 
     def is_in_use(self) -> bool:
         """Return whether anybody has any block in the works or holds one."""
-        return any(len(rows) for rows, _ in self._in_use())
+        return any(len(rows) for rows, *_ in self._in_use())
 
     def holders(self) -> dict[int, tuple[int, int]]:
-        """By row: how many blocks its process has in the works or holds, with how many bytes of payload."""
+        """By row: how many blocks its process has in the works or holds, with how many bytes of payload.
+
+        What those have put that have ended, and whose rows are others' by now, is counted under ``ENDED``.
+        """
         return self.some_holders(math.inf)[0]
 
     def some_holders(self, seconds: float) -> tuple[dict[int, tuple[int, int]], bool]:
         """Return the same, as far as is seen in so many seconds, and whether that is all."""
-        counts, sums, until = np.zeros(MAX_ROWS, np.int64), np.zeros(MAX_ROWS, np.uint64), monotonic() + seconds
+        counts, sums = np.zeros(ENDED + 1, np.int64), np.zeros(ENDED + 1, np.uint64)
+        until, incarnations = monotonic() + seconds, self.rows.incarnations()
         is_all = True
-        for rows, payloads in self._in_use():
+        for rows, of, payloads in self._in_use():
+            rows[incarnations[rows] != of] = ENDED
             np.add.at(counts, rows, 1)
             np.add.at(sums, rows, payloads)
             if monotonic() > until:
@@ -982,8 +986,8 @@ class Arena(Extents):
                 break
         return {row: (int(counts[row]), int(sums[row])) for row in np.flatnonzero(counts).tolist()}, is_all
 
-    def _in_use(self) -> Iterator[tuple[Places, Words]]:
-        """Of each extent's blocks that are in the works or held: the rows of those who have them, and the bytes of payload."""
+    def _in_use(self) -> Iterator[tuple[Places, Places, Words]]:
+        """Of each extent's blocks that are in the works or held: rows and incarnations of those who have them, and payloads."""
         for start, kind, units, _ in self.all_extents():
             seen = (-1, 0)  # where it is given to others meanwhile, a message's content may have been read as states
             while seen != (kind, units):
@@ -991,10 +995,10 @@ class Arena(Extents):
                 blocks, states = self.states(start, kind, units)
                 states &= np.uint64(HOLDER)
                 busy = (states != FREE) & (states != KEPT)
-                rows = (states[busy] >> np.uint64(STEP_BITS)).astype(np.int64) & MAX_ROWS - 1
+                holders = (states[busy] >> np.uint64(STEP_BITS)).astype(np.int64)
                 payloads, word = self.numbers[(blocks[busy] >> 3) + NBYTES], self.words[self.table + (start >> 20)]
                 kind, units = word >> 16 & KIND, word >> 32
-            yield rows, payloads
+            yield holders & (1 << ROW_BITS) - 1, holders >> ROW_BITS, payloads
 
 
 def _unattached() -> dict[str, Any]:

@@ -51,6 +51,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.forks import call_all, no_fork, watch
@@ -83,10 +84,11 @@ from tensorpipe_ipc.memory.segment import Segment, identity_of
 from tensorpipe_ipc.owned_fd import OwnedFd, reopened
 from tensorpipe_ipc.process import identity
 
-__all__ = ["FINISHED", "INCARNATIONS", "Prepared", "Rows"]
+__all__ = ["ENDED", "FINISHED", "INCARNATIONS", "Prepared", "Rows"]
 
 INCARNATIONS = 4096 // 8  # word index
 FINISHED = 8192 // 8
+ENDED = MAX_ROWS  # no row: what stands for all processes that have ended, and whose rows are others' by now
 _INCARNATION_LIMIT = 1 << 16  # as many bits as a block's state has for it; it goes round
 
 
@@ -487,8 +489,14 @@ class Rows:
                 with contextlib.suppress(OSError):
                     ofd_locks.unlock(other.fileno(), byte, 1)
 
+    def incarnations(self) -> npt.NDArray[np.int64]:
+        """Return how often each row has been attached to, modulo what a block's state has room for."""
+        return np.array(self.words[INCARNATIONS : INCARNATIONS + MAX_ROWS].tolist(), np.int64)
+
     def describe(self, row: int) -> str:
-        """Return the process of a row, for people."""
+        """Return the process of a row, for people; or ``ENDED``."""
+        if row == ENDED:
+            return "processes that have ended"
         base = row_word(row)
         namespace = self.words[base + NAMESPACE]
         where = "" if namespace == identity().namespace else f" of pid namespace {namespace}"

@@ -77,7 +77,7 @@ class Serializer(Protocol):
         """
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
-        """Return the tensor again: on the CPU, of ``meta``'s dtype and shape.
+        """Return the tensor again: on the CPU, of ``meta``'s dtype and shape, without gaps or overlaps.
 
         Args:
             meta: what ``encode`` returned, read from the wire and found valid.

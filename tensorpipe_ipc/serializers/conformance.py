@@ -13,7 +13,7 @@ import torch
 
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, TensorPipeError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import reraise_from_handler
-from tensorpipe_ipc.serializers.base import Serializer, expect
+from tensorpipe_ipc.serializers.base import Serializer, dense_order, expect
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST
 from tensorpipe_ipc.wire.layout import BULK, kept
 from tensorpipe_ipc.wire.metas import TensorMeta
@@ -22,15 +22,12 @@ from tensorpipe_ipc.wire.threads import alone_in_a_child
 
 __all__ = ["Checked", "check_serializer"]
 
-_UNPACKED = 1100  # times as many bytes as came, as of deflate: a tensor that is said to be larger was never there
-_SMALL = 1 << 16
-
 
 class Checked:
     """A user's serializer, held to its contract on every call: its errors become ours, its results are checked.
 
     Attributes:
-        wary: the same for messages of strangers, unless it is that: what they only say to be large is no want of memory.
+        wary: the same for messages that anybody may have made up, unless it is that: there is no want of memory.
     """
 
     def __init__(self, serializer: Serializer, *, is_wary: bool = False) -> None:
@@ -68,22 +65,26 @@ class Checked:
         """As the serializer's, but copied where torch's kernels would crash on items that lie as these do.
 
         Raises:
-            ProtocolError: a tensor of another kind, or anything that it raises of its own.
+            ProtocolError: a tensor of another kind, or with gaps or overlaps; or anything that it raises of its own, also what
+                is no Exception, as a foreign runtime's panic.
             OutOfMemory: there was no memory.
         """
         try:
             tensor = expect(self.serializer.decode(meta, payload), meta)
-            return _straightened(tensor) if self.zero_copy and _is_crooked(tensor, meta) else tensor
-        except TensorPipeError:
+            if not _has_memory(tensor):
+                return tensor
+            _see_that_it_is_dense(tensor)
+            return _straightened(tensor) if _is_crooked(tensor, meta) else tensor
+        except (TensorPipeError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             reraise_from_handler(error)
-            if _lacks_memory(error) and not (self._is_wary and _is_only_said(meta, payload)):
+            if _lacks_memory(error) and not self._is_wary:
                 raise OutOfMemory(f"serializer {self.name!r} found no memory to decode {meta!r}: {error}") from None
             raise ProtocolError(f"serializer {self.name!r} could not decode {meta!r}: {error!r}") from error
 
 
-def _lacks_memory(error: Exception) -> bool:
+def _lacks_memory(error: BaseException) -> bool:
     """Return whether an error says that there is no memory; torch has no type of its own for that."""
     return isinstance(error, MemoryError) or (type(error) is RuntimeError and "can't allocate memory" in str(error))
 
@@ -92,20 +93,25 @@ def _is_crooked(tensor: torch.Tensor, meta: TensorMeta) -> bool:
     """Return whether wide items lie where a serializer's own head has moved them."""
     row = BY_TORCH.get(tensor.dtype)
     is_wide = WIDEST in (meta.alignment, row.alignment if row else 0)
-    is_plain = tensor.layout is torch.strided and not tensor.is_nested
-    return is_wide and is_plain and tensor.data_ptr() % WIDEST != 0
+    return is_wide and tensor.data_ptr() % WIDEST != 0
 
 
-def _is_only_said(meta: TensorMeta, payload: memoryview) -> bool:
-    """Return whether a tensor is said to be larger than its bytes can have been packed; or only they tell how large it is."""
-    return not 0 < meta.nbytes <= _UNPACKED * len(payload) + _SMALL
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() > 0
+
+
+def _see_that_it_is_dense(tensor: torch.Tensor) -> None:
+    """See that a tensor has no more items than memory: else whoever copies it takes what a peer only says."""
+    if not tensor.is_contiguous() and dense_order(tensor) is None:
+        raise ProtocolError(
+            f"decode() gave a tensor of shape {list(tensor.shape)} with strides {list(tensor.stride())}, which has gaps or "
+            "overlaps; return its contiguous()"
+        )
 
 
 @alone_in_a_child
 def _straightened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same view of a copy of what a tensor lies on.
-
-    It is copied as bytes, by NumPy: torch's own copy crashes on complex128, or makes what is expanded whole.
+    """Return a copy of a dense tensor. It is copied as bytes, by NumPy: torch's own copy crashes on complex128.
 
     Raises:
         OutOfMemory: there is no memory for it.
@@ -113,8 +119,7 @@ def _straightened(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_neg():
         return tensor.resolve_neg()
     plain = tensor.detach().conj() if tensor.is_conj() else tensor.detach()
-    items = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    row = plain.as_strided((items if tensor.numel() else 0,), (1,)).view(torch.uint8)
+    row = plain.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     if row.nbytes >= BULK:
         see_room_to_take(row.nbytes)
     copy = torch.from_numpy(row.numpy().copy()).view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), 0)
@@ -124,10 +129,10 @@ def _straightened(tensor: torch.Tensor) -> torch.Tensor:
 def check_serializer(serializer: Serializer) -> None:
     """Send every kind of tensor through a serializer and back.
 
-    Each must come back with its dtype, shape and items, also when its bytes are read again, must not be changed by it, and
-    must be refused, if at all, with an UnsupportedLeaf. A serializer with an attribute ``lossy = True`` need not give equal
-    items, but of uint8: memory that several tensors share, ``bytes`` and pickles are sent through it as that. What comes back
-    may lie on the payload only if ``zero_copy`` says so, and never on one that is read-only.
+    Each must come back dense, with its dtype, shape and items. Neither it nor its bytes must be changed, as they may be read
+    again. It must be refused, if at all, with an UnsupportedLeaf. A serializer with an attribute ``lossy = True`` need not give
+    equal items, but of uint8: memory that several tensors share, ``bytes`` and pickles are sent through it as that. What comes
+    back may lie on the payload only if ``zero_copy`` says so, and never on one that is read-only.
 
     Raises:
         TypeError: a check failed: which, and on what.
@@ -155,6 +160,11 @@ def _comes_back(serializer: Serializer, label: str, tensor: torch.Tensor) -> boo
             again = Checked(serializer).decode(meta, buffer)
         except ProtocolError as error:
             raise TypeError(f"serializer {serializer.name!r} cannot read what it wrote ({label}): {error}") from error
+        if received != payload:
+            raise TypeError(
+                f"serializer {serializer.name!r} changed its payload as it decoded {label}; leave the bytes as they are, as a "
+                "message may be read again"
+            )
         if not again.is_cpu:
             raise TypeError(f"serializer {serializer.name!r} decoded {label} to {again.device}; it must be the CPU")
         if (again.dtype, again.shape) != (before.dtype, before.shape):

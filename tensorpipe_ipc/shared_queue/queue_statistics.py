@@ -12,10 +12,13 @@ __all__ = ["Holder", "QueueStatistics", "statistics_of"]
 
 @dataclass(frozen=True)
 class Holder:
-    """One process that fills or holds blocks of an arena."""
+    """One process that fills or holds blocks of an arena; or all those that have put something there and ended."""
 
     process: str
-    """Its id, whether it lives, and its namespace if that is another."""
+    """Its id, whether it lives, and its namespace if that is another; or "processes that have ended".
+
+    That is what processes have put whose places others took: without a pid, as nothing tells it any more.
+    """
     blocks: int
     """How many: being filled, on loan, waiting in a queue to be taken, or leased."""
     nbytes: int

@@ -25,10 +25,12 @@ import numpy.typing as npt
 from tensorpipe_ipc.memory.arena import (
     GENERATION_AT,
     HELD,
+    HOLDER,
     KEPT,
     METADATA,
     NBYTES,
     QUEUED,
+    ROW_BITS,
     SMALLEST,
     STEP_BITS,
     UNIT,
@@ -54,7 +56,7 @@ from tensorpipe_ipc.memory.row import (
     row_byte,
     row_word,
 )
-from tensorpipe_ipc.memory.rows import FINISHED, INCARNATIONS
+from tensorpipe_ipc.memory.rows import ENDED, FINISHED, INCARNATIONS
 from tensorpipe_ipc.memory.segment import NAME, read_head
 from tensorpipe_ipc.owned_fd import opened_file, owned
 from tensorpipe_ipc.process import identity, memfds
@@ -70,12 +72,13 @@ class Part(NamedTuple):
     """One process's part in an arena."""
 
     pid: int
-    """Its id, in its own namespace."""
+    """Its id, in its own namespace; 0: those that have ended, and whose rows others have, in one."""
     here: bool
     """Whether that is ours, so that the id means something here."""
     alive: bool
     """Whether its row's lock is held. What a dead one left undone is undone at the next look of any living one."""
     row: int
+    """``ENDED`` for those that have ended, and whose rows others have."""
     incarnation: int
     """How often the row has been attached to."""
     written: int
@@ -88,6 +91,10 @@ class Part(NamedTuple):
     """Payload of all these blocks."""
     nbytes_held: int
     """Payload of the held ones."""
+
+    def __str__(self) -> str:
+        state = "alive" if self.alive else "dead" if self.here else "elsewhere"
+        return f"pid {self.pid} ({state})" if self.pid else "processes that have ended"
 
 
 class Use(NamedTuple):
@@ -195,8 +202,8 @@ class _Reader:
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor, self._size = descriptor, size // UNIT * UNIT
         self._waiting: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # by queue's block: messages, bytes
-        # by row: count of each step, bytes, bytes held
-        self._blocks: dict[int, list[int]] = defaultdict(lambda: [0] * 7)
+        # by row, and the process's number in it: count of each step, bytes, bytes held
+        self._blocks: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * 7)
         self._kept: list[tuple[int, int]] = []  # block and generation of each queue's record
 
     def view(self, inode: int, pids: tuple[int, ...], capacity: int) -> SegmentView:
@@ -211,7 +218,7 @@ class _Reader:
         finished = self._words(FINISHED, MAX_ROWS).tolist()
         rows = [row for row in range(MAX_ROWS) if incarnations[row]]
         alive = {row: is_locked(self._descriptor, row_byte(row)) for row in rows}
-        parts = tuple(self._part(row, incarnations[row], alive[row]) for row in rows)
+        parts = self._parts(incarnations, alive)
         unswept = sum(not alive[row] and incarnations[row] != finished[row] for row in rows)
         dead = sum(incarnations[row] - alive[row] for row in rows)
         return SegmentView(
@@ -280,7 +287,8 @@ class _Reader:
             if step not in (WRITING, QUEUED, HELD):
                 continue
             nbytes = 0 if step == WRITING else nbytes  # it is said when the block is filled
-            of = self._blocks[state >> STEP_BITS & MAX_ROWS - 1]
+            holder = (state & HOLDER) >> STEP_BITS
+            of = self._blocks[holder & (1 << ROW_BITS) - 1, holder >> ROW_BITS]
             of[step] += 1
             of[5] += nbytes
             if step == HELD:
@@ -290,11 +298,17 @@ class _Reader:
                 waiting[0] += 1
                 waiting[1] += nbytes
 
-    def _part(self, row: int, incarnation: int, alive: bool) -> Part:
-        base, of = row_word(row), self._blocks[row]
-        here = self._word(base + NAMESPACE) == identity().namespace
-        pid = self._word(base + PID)
-        return Part(pid, here, alive, row, incarnation, of[WRITING], of[QUEUED], of[HELD], of[5], of[6])
+    def _parts(self, incarnations: list[int], alive: dict[int, bool]) -> tuple[Part, ...]:
+        parts = []
+        for row, lives in alive.items():
+            base, of = row_word(row), self._blocks.pop((row, incarnations[row]), [0] * 7)
+            here = self._word(base + NAMESPACE) == identity().namespace
+            parts.append(_part(self._word(base + PID), here, lives, row, incarnations[row], of))
+        if self._blocks:
+            parts.append(
+                _part(0, True, False, ENDED, 0, [sum(counts) for counts in zip(*self._blocks.values(), strict=True)])
+            )
+        return tuple(parts)
 
     def _queues(self, parts: tuple[Part, ...]) -> tuple[QueueView, ...]:
         uses = self._uses(parts)
@@ -314,7 +328,7 @@ class _Reader:
 
     def _uses(self, parts: tuple[Part, ...]) -> dict[int, list[Use]]:
         found: dict[int, list[Use]] = defaultdict(list)
-        for part in parts:
+        for part in (each for each in parts if each.row != ENDED):
             sums: dict[int, list[int]] = defaultdict(lambda: [0] * 6)
             purposes = self._words(row_word(part.row) + PURPOSES, SINGLES + BATCHES)
             for index in np.flatnonzero(purposes).tolist():
@@ -342,3 +356,7 @@ class _Reader:
                     )
                 )
         return found
+
+
+def _part(pid: int, here: bool, alive: bool, row: int, incarnation: int, of: list[int]) -> Part:
+    return Part(pid, here, alive, row, incarnation, of[WRITING], of[QUEUED], of[HELD], of[5], of[6])

@@ -203,7 +203,12 @@ def _head(name: str, spec: bytes) -> bytes:
 
 def _encode_span(span: torch.Tensor, serializer: Encoder, payloads: list[Any]) -> bytes:
     if span.dtype is torch.uint8:
-        nbytes, (_, payload) = len(span), serializer.encode(span)
+        nbytes, (meta, payload) = len(span), serializer.encode(span)
+        if meta.dtype is not torch.uint8:
+            raise UnsupportedLeaf(
+                f"memory that several tensors share, of which serializer {serializer.name!r} gives no meta but {meta!r}; send "
+                "clones, or have encode() return describe(tensor)"
+            )
     else:
         nbytes, payload = serializer.encode_span(span)  # type: ignore[attr-defined]
     payloads.append(payload)

@@ -320,6 +320,11 @@ class Connector(FrameSocket):
         line = self._line
         return line is not None and line.routing == routing and line.is_orphaned()
 
+    def is_replaced(self, routing: bytes) -> bool:
+        """See FrameSocket."""
+        line = self._line
+        return line is not None and line.routing == routing and line.is_replaced()
+
     def connect_error(self) -> str:
         """See FrameSocket."""
         self._hear()

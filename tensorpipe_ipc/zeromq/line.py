@@ -44,6 +44,7 @@ _numbers = itertools.count()
 _POLLIN, _POLLOUT, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
 _DO_NOT_WAIT = int(zmq.NOBLOCK)
 _NEVER = 1 << 30  # milliseconds
+_NO_FILE = (0, 0, 0)
 
 
 class Line:
@@ -78,6 +79,7 @@ class Line:
         self.is_to_itself = self.is_reached = False
         self._address, self._is_shared = address, is_shared
         self._listener = 0  # the process that listens at the other end, over ipc, as far as it is seen from here
+        self._file = _NO_FILE  # the socket file that led there
         self._is_torn = False  # an exception of a signal's handler may have taken word of the connection with it
         self._monitor: zmq.Socket[bytes] | None = None
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)  # not 0: that takes away what came and is not read yet
@@ -96,6 +98,7 @@ class Line:
             self._monitor.setsockopt(zmq.LINGER, 0)
             self._monitor.setsockopt(zmq.RCVHWM, 0)
             self._monitor.connect(told)
+        self._file = _socket_file(self._address)  # first: of one that comes in between this line is hung up
         try:
             self.socket.connect(self._address.text)
         except zmq.ZMQError as error:
@@ -162,6 +165,14 @@ class Line:
         """Return whether the connection is with a dead process: a child of that holds it open."""
         return self.is_up and self._listener > 0 and is_dead(self._listener)
 
+    def is_replaced(self) -> bool:
+        """Return whether another has taken the place of who is on the line: its socket file is at the address.
+
+        A child of the process that closed that end holds the connection open.
+        """
+        now = _socket_file(self._address)
+        return self.is_up and _NO_FILE not in (self._file, now) and now != self._file
+
     def has_unread(self) -> bool:
         """Return whether something has come that was not dealt with yet."""
         return bool(self.routing) and bool(self.reader.frames or int(self.socket.getsockopt(_EVENTS)) & _POLLIN)
@@ -204,3 +215,12 @@ class Line:
             self.socket.close(linger=int(linger * 1000) if lingers else 0)
         if self._monitor is not None:
             self._monitor.close(linger=0)
+
+
+def _socket_file(address: Address) -> tuple[int, int, int]:
+    """Return what tells the file at an ipc address from each before and after it: a number alone may be used again."""
+    try:
+        found = os.stat(address.path) if address.path else None
+    except OSError:
+        found = None
+    return _NO_FILE if found is None else (found.st_dev, found.st_ino, found.st_mtime_ns)

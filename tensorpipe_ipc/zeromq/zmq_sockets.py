@@ -358,6 +358,10 @@ class FrameSocket:
         """Return whether a connector has a connection with a dead process: a child of that holds it open."""
         return False
 
+    def is_replaced(self, routing: bytes) -> bool:  # noqa: ARG002 - a binder is no child's
+        """Return whether a connector's address is another's by now than of who is at the other end of a connection."""
+        return False
+
     def connect_error(self) -> str:
         """Say why a connector does not get in; "" as long as nothing is known to be in the way."""
         return ""

@@ -366,16 +366,58 @@ def test_a_forked_child_does_not_keep_its_parents_ends_present() -> None:
             os.kill(orphan, signal.SIGKILL)
 
 
-def test_a_forked_child_of_a_binder_that_has_not_answered() -> None:
-    """It was killed before it had: the connection that the child has open leads nowhere, and the next binder is found."""
-    with Child() as first, Child() as second, tp.Producer("silent", linger=0, shared_memory="off") as producer:
+@pytest.mark.parametrize("shared_memory", ["off", "auto"])
+@pytest.mark.parametrize("ends_by", ["kill", "close"])
+def test_a_forked_child_of_a_binder_that_has_not_answered(ends_by: str, shared_memory: Any) -> None:
+    """It ended before it had: the connection that the child has open leads nowhere, and the next binder is found."""
+    with contextlib.ExitStack() as stack:
+        first, second = stack.enter_context(Child()), stack.enter_context(Child())
         first.call(children.open_consumer, "silent")
+        producer, *others = [
+            stack.enter_context(tp.Producer("silent", linger=0, shared_memory=shared_memory))
+            for _ in range(1 if shared_memory == "off" else 3)
+        ]
+        for other in others:
+            other.put("by a queue that lay ready", PATIENCE)  # there are two of them
         with pytest.raises(tp.Full, match="is there and has not answered"):
             producer.put("nobody hears", 0.3)
         orphan = first.call(children.fork_that_waits)
-        first.kill()
+        if ends_by == "kill":
+            first.kill()
+        else:
+            first.call(children.abandon)
         try:
             second.call(children.open_consumer, "silent")
+            started = time.monotonic()
+            _crosses(producer, second)
+            assert time.monotonic() - started < 1 + MARGIN
+            for other in others:
+                with pytest.raises(tp.PeerLost, match="1 messages that it had not taken"):
+                    other.flush(PATIENCE)
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+
+def test_a_forked_child_of_a_binder_that_refused() -> None:
+    """It closes, and the next one takes what the producer sends."""
+    with Child() as first, Child() as second, tp.Producer("choosy", serializer="numpy", linger=0) as producer:
+        first.call(children.open_consumer, "choosy", accept=["raw"])
+
+        def is_refused() -> bool:
+            first.call(children.wait_in_vain, 0)
+            try:
+                producer.put("in vain", 0.05)
+            except tp.Full:
+                return False
+            except tp.Refused:
+                return True
+            raise AssertionError("it was taken")
+
+        wait_until(is_refused)
+        orphan = first.call(children.fork_that_waits)
+        first.call(children.abandon)
+        try:
+            second.call(children.open_consumer, "choosy")
             started = time.monotonic()
             _crosses(producer, second)
             assert time.monotonic() - started < 1 + MARGIN

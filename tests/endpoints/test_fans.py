@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import socket
 import threading
@@ -503,4 +504,76 @@ def test_nothing_is_put_to_a_consumer_that_died_before_it_was_heard_of(endpoint:
         for number in range(20):
             producer.put(number, PATIENCE)
         assert lives.result() == list(range(20))
+        producer.flush(PATIENCE)
+
+
+MANY = 18  # more than are named
+
+
+@pytest.mark.usefixtures("transport")
+def test_of_many_producers_that_failed_the_first_is_told() -> None:
+    """The others may have been ended because of it."""
+
+    def fail(number: int) -> None:
+        with contextlib.suppress(ValueError), tp.Producer("many") as producer:
+            producer.put(number, PATIENCE)
+            raise ValueError(f"the {number}th")
+
+    with tp.Consumer("many", producers=MANY) as consumer:
+        for number in range(MANY):
+            failing = in_thread(functools.partial(fail, number))
+            assert consumer.get(PATIENCE) == number
+            failing()
+        with pytest.raises(tp.StreamFailed) as raised:
+            consumer.get(PATIENCE)
+        assert raised.value.failure == "ValueError: the 0th"
+        assert f"the {MANY - 1}th" in str(raised.value)
+
+
+@pytest.mark.usefixtures("transport")
+def test_of_many_consumers_that_failed_the_first_is_told() -> None:
+    with tp.Producer("many", bind=True, linger=0) as producer:
+
+        def fail(number: int, all_put: threading.Event) -> None:
+            with contextlib.suppress(ValueError), tp.Consumer("many", bind=False) as consumer:
+                consumer.get(PATIENCE)
+                assert all_put.wait(PATIENCE)
+                raise ValueError(f"the {number}th")
+
+        for number in range(MANY):
+            all_put = threading.Event()
+            failing = in_thread(functools.partial(fail, number, all_put))
+            producer.put("taken", PATIENCE)
+            wait_until(lambda: producer.statistics().in_flight == 0)
+            producer.put("left behind", PATIENCE)
+            all_put.set()
+            failing()
+            wait_until(lambda number=number: producer.statistics().lost > number)
+        with pytest.raises(tp.StreamFailed) as raised:
+            producer.flush(PATIENCE)
+        assert raised.value.failure == "ValueError: the 0th"
+        assert f"the {MANY - 1}th" in str(raised.value)
+
+
+@pytest.mark.usefixtures("transport")
+def test_of_many_consumers_those_are_named_that_hold_messages() -> None:
+    with contextlib.ExitStack() as stack:
+        producer = stack.enter_context(tp.Producer("many", bind=True, maxsize=1, linger=0))
+        crowd = list[tp.Consumer]()
+        for number in range(MANY):
+            crowd.append(stack.enter_context(tp.Consumer("many", bind=False)))
+
+            def has_come(number: int = number) -> bool:
+                with contextlib.suppress(tp.Empty):
+                    crowd[-1].get(0)
+                return len(producer.statistics().peers) > number
+
+            wait_until(has_come)
+        for number in range(MANY):
+            producer.put(number, PATIENCE)
+        for consumer in crowd[:-1]:
+            consumer.get(PATIENCE)
+        with pytest.raises(tp.Full, match=r"holds 1 untaken of 1.* and 2 more"):
+            producer.flush(0.3)
+        crowd[-1].get(PATIENCE)
         producer.flush(PATIENCE)
