@@ -139,7 +139,7 @@ class Greeting:
         return self._is_connectors and not self._here.peers and bool(self._socket.routing)
 
     def is_left_over(self) -> bool:
-        """Return whether a connector's connection stands, though its binder has left by it, or is dead, or another is there now.
+        """Return whether a connector's connection stands, though its binder has left by it or is dead, or another is there now.
 
         A child that was forked from the binder's process holds it open, for as long as it lives: nobody hears there.
         """

@@ -496,7 +496,7 @@ class Rows:
     def describe(self, row: int) -> str:
         """Return the process of a row, for people; or ``ENDED``."""
         if row == ENDED:
-            return "processes that have ended"
+            return "a process that has ended"
         base = row_word(row)
         namespace = self.words[base + NAMESPACE]
         where = "" if namespace == identity().namespace else f" of pid namespace {namespace}"

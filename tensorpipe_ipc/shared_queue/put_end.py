@@ -451,7 +451,7 @@ class PutEnd:
             words[hazard] = 0
             free.append(block)
         block = self._block_beyond(nbytes, taker) if waits else 0
-        block = block or arena.allocate(nbytes, taker=taker)
+        block = block or arena.allocate(nbytes, taker=taker, collected=waits and self._has_just_looked(nbytes))
         return block or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
 
     def _block_beyond(self, nbytes: int, taker: Operation | Taker) -> int:
@@ -459,14 +459,13 @@ class PutEnd:
 
         Without a look at all that is free, which takes milliseconds: beside a queue that fills the arena each put comes here.
         """
-        arena = self.arena
-        if (
-            not arena.has_been_beyond(size_class_of(nbytes))
-            or arena.is_look_due(nbytes)
-            or not self._may_go_beyond(nbytes)
-        ):
+        if not self._has_just_looked(nbytes) or not self._may_go_beyond(nbytes):
             return 0  # in that order: how many wait in a queue that has spilled is slow to find
-        return arena.allocate_without_look(nbytes, taker)
+        return self.arena.allocate_without_look(nbytes, taker)
+
+    def _has_just_looked(self, nbytes: int) -> bool:
+        """Return whether there was no room within the capacity for such a message, and it is too early to look again."""
+        return self.arena.has_been_beyond(size_class_of(nbytes)) and not self.arena.is_look_due(nbytes)
 
     def _may_go_beyond(self, nbytes: int) -> bool:
         """Return whether a message may lie beyond the capacity: the queue has none, or so few that if all had this one's block,
@@ -500,6 +499,12 @@ class PutEnd:
         pause, began, in_vain = 0.0005, monotonic(), 0
         self.waits += 1
         try:
+            if force and self._has_just_looked(
+                nbytes
+            ):  # before the next look: the message before may be taken meanwhile
+                left = SLICE if deadline is None else min(SLICE, deadline - began)
+                if block := self._pause(left, pause, nbytes, taker):
+                    return block
             while True:
                 if self.words[self._shut]:
                     self._refuse_if_shut()

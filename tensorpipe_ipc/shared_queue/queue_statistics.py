@@ -15,9 +15,9 @@ class Holder:
     """One process that fills or holds blocks of an arena; or all those that have put something there and ended."""
 
     process: str
-    """Its id, whether it lives, and its namespace if that is another; or "processes that have ended".
+    """Its id, whether it lives, and its namespace if that is another; or "a process that has ended".
 
-    That is what processes have put whose places others took: without a pid, as nothing tells it any more.
+    That is what one or several have put, and others have their places: nothing tells the pids any more.
     """
     blocks: int
     """How many: being filled, on loan, waiting in a queue to be taken, or leased."""

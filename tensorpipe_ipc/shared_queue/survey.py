@@ -94,7 +94,7 @@ class Part(NamedTuple):
 
     def __str__(self) -> str:
         state = "alive" if self.alive else "dead" if self.here else "elsewhere"
-        return f"pid {self.pid} ({state})" if self.pid else "processes that have ended"
+        return f"pid {self.pid} ({state})" if self.pid else "a process that has ended"
 
 
 class Use(NamedTuple):

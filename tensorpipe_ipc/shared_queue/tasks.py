@@ -37,8 +37,8 @@ from tensorpipe_ipc.shared_queue.queue_record import OF_OTHERS, QueueRecord
 
 __all__ = ["Tasks", "count_put", "count_taken", "settle_dead", "settle_put"]
 
-_PAUSE = 0.0002  # seconds between two looks of join at first; at most
-_LONGEST_PAUSE = 0.05
+_PAUSE, _LONGEST_PAUSE = 0.0002, 0.05  # seconds between two looks of join, at first and at most
+_LATE = 16  # join is late by this part of the time that it has waited, at most
 
 
 def count_put(words: memoryview, tally: int) -> None:
@@ -126,14 +126,14 @@ class Tasks:
         """Wait until nothing is left. Nobody wakes us: each looks, 20 times a second once it has waited for a while.
 
         Args:
-            idle: called with each of these looks.
+            idle: called 20 times a second from the start.
         """
-        pause = _PAUSE
+        began = looked = time.monotonic()
         while self.unfinished() > 0:
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-            if pause == _LONGEST_PAUSE:
+            time.sleep(min(max(_PAUSE, (time.monotonic() - began) / _LATE), _LONGEST_PAUSE))
+            if time.monotonic() - looked > _LONGEST_PAUSE:
                 idle()
+                looked = time.monotonic()
 
     def _sum(self, direction: int) -> int:
         return sum(self._words[record.tally] >> 1 for record in self._rows.singles(self._record.number, direction))

@@ -370,10 +370,8 @@ def _custom_reader(name: str, parts: Build) -> Build:
             return make(made)
         except KeyboardInterrupt:
             raise
-        # SystemExit, what a foreign runtime raises, want of memory for a number: a peer made the parts up.
-        except BaseException as error:
-            is_plain = isinstance(error, Exception) and not isinstance(error, MemoryError)
-            if is_plain or passed_a_handler(error.__traceback__):
+        except BaseException as error:  # SystemExit, or what a foreign runtime raises: a peer made the parts up
+            if isinstance(error, Exception) or passed_a_handler(error.__traceback__):
                 raise
             raise ProtocolError(f"from_ of {name!r} raised {type(error).__name__}") from error
 

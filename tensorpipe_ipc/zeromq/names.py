@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.zeromq.addresses import Address
 
 __all__ = ["Host", "numbers", "places"]
@@ -57,7 +58,8 @@ class Host:
         look_up, self._due = _LookUp(), time.monotonic() + _APART
         try:
             _thread.start_new_thread(_run, (self._address, look_up))
-        except RuntimeError:
+        except RuntimeError as error:
+            reraise_from_handler(error)
             self._trouble = "no thread can be started to look up the host's name"
         else:
             self._look_up = look_up  # not before: an exception in between then costs one more thread, and not the name
@@ -76,13 +78,12 @@ class Host:
 
         Every second try is by the one that has proven itself. Others may never answer, and each takes its time.
         """
-        if self._proven in self._found and self._tried != self._proven:
-            self._found.remove(self._proven)
-            self._found.append(self._proven)
-        else:
-            self._found.append(self._found.pop(0))
-        self._tried = self._found[-1]
-        return self._tried
+        found = self._found
+        is_its_turn = self._proven in found and self._tried != self._proven
+        now = self._proven if is_its_turn and self._proven is not None else found[0]
+        self._found = [*(each for each in found if each != now), now]  # in one step: a handler may raise
+        self._tried = now
+        return now
 
     def stood(self) -> None:
         """A connection to the address that ``next`` has returned stood: it is the next again."""

@@ -372,6 +372,38 @@ def test_two_threads_are_one_too_many() -> None:
             putting()
 
 
+def test_statistics_are_new_once_the_thread_that_used_the_end_has_ended(child: Child) -> None:
+    """Though a thread that never saw the end has got its number."""
+    numbers, over = list[int](), threading.Event()
+    with tp.Producer("numbered", linger=0) as producer:
+        child.call(children.open_consumer, "numbered")
+
+        def put() -> None:
+            numbers.append(threading.get_ident())
+            producer.put(1, PATIENCE)
+
+        def wait() -> None:
+            numbers.append(threading.get_ident())
+            assert over.wait(PATIENCE)
+
+        child.begin(children.take)
+        threads = [threading.Thread(target=put)]
+        threads[0].start()
+        threads[0].join()
+        child.result()
+        while len(threads) < 20 and numbers[0] not in numbers[1:]:  # the C library gives it to one of the next
+            threads.append(threading.Thread(target=wait))
+            threads[-1].start()
+            wait_until(lambda: len(numbers) == len(threads))
+        assert numbers[0] in numbers[1:]
+        try:
+            wait_until(lambda: producer.statistics().in_flight == 0, 5)
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
 def test_statistics_do_not_make_an_end_busy_for_the_thread_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that made it watches it from before its first put on, which waits for the end of a look."""
     looks = threading.Event()

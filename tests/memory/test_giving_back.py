@@ -1683,6 +1683,30 @@ def test_a_get_that_waits_gives_all_idle_memory_back_as_soon_as_it_is_due(medium
     assert reap(child) == 0
 
 
+def test_a_put_behind_a_message_beyond_the_capacity_waits_for_its_reader_before_it_looks(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at all memory takes longer than that, and finds nothing: each put of a stream would look."""
+    _full, there, arena, looks = _filled(ctx), ctx.Queue(4), ctx.tensorpipe_attachment().arena, list[Any]()
+    there.put(octets(600_000, 0))
+    with pytest.raises(queue.Full):
+        there.put(octets(600_000, 1), timeout=0.1)
+    reclaim, sleep, got = arena.reclaim, time.sleep, list[int]()
+
+    def read(seconds: float) -> None:
+        sleep(seconds)
+        if there.qsize():
+            got.append(int(there.get(copy=True)[-1]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "reclaim", lambda *kinds: looks.append(kinds) or reclaim(*kinds))
+        patch.setattr(time, "sleep", read)
+        for number in range(1, 20):
+            there.put(octets(600_000, number), timeout=LIMIT)
+    assert got == list(range(19))
+    assert len(looks) < 5
+
+
 def _worked_on(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor, after some work: an idle worker is not kept waiting, and its call looks."""
     time.sleep(0.02)

@@ -27,10 +27,12 @@ from inside import open_queue_of, set_lease_budget, shared_queue_of
 
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS, PAGE
+from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.put_end import PutEnd
+from tensorpipe_ipc.shared_queue.survey import survey
 
 LIMIT = 20
 
@@ -1320,6 +1322,37 @@ def test_statistics_say_what_was_done_and_who_holds_what() -> None:
     assert statistics.lost == 0
     del lease
     assert there.statistics().leases == 0
+
+
+def test_what_an_ended_process_has_put_is_not_told_of_the_next_to_come() -> None:
+    """That takes its place in the shared memory. Nothing tells the pid of the one before any more."""
+    ctx = get_context("fork")
+    there, other, full, told = ctx.Queue(), ctx.Queue(), ctx.Queue(1), ctx.Queue()
+    tensor = torch.zeros(100_000, dtype=torch.uint8)
+
+    def put() -> None:
+        for _ in range(5):
+            there.put(tensor)
+
+    def come() -> None:
+        told.put("here")
+        other.get(timeout=LIMIT)
+
+    assert reap(in_child(put)) == 0
+    full.put(0)
+    child = in_child(come)
+    assert told.get(timeout=LIMIT) == "here"
+    holders = {holder.process: (holder.blocks, holder.nbytes) for holder in there.statistics().holders}
+    assert holders["a process that has ended"] == (5, 500_000)
+    assert not any(f"pid {child} " in each for each in holders)
+    with pytest.raises(Full, match="a process that has ended has 5 blocks with 500000 bytes") as raised:
+        full.put(1, timeout=0.01)
+    assert f"pid {child} " not in str(raised.value)
+    parts = [part for view in survey([os.getpid()]) for part in view.parts]
+    assert {part.queued for part in parts if part.pid == child} == {0}
+    assert sum(part.queued for part in parts if str(part) == "a process that has ended") == 5
+    other.put("end")
+    assert reap(child) == 0
 
 
 def test_counts_are_exact_with_threads() -> None:
