@@ -451,7 +451,7 @@ class PutEnd:
             words[hazard] = 0
             free.append(block)
         block = self._block_beyond(nbytes, taker) if waits else 0
-        block = block or arena.allocate(nbytes, taker=taker, collected=waits and self._has_just_looked(nbytes))
+        block = block or arena.allocate(nbytes, taker=taker, collected=waits and self._is_behind(nbytes))
         return block or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
 
     def _block_beyond(self, nbytes: int, taker: Operation | Taker) -> int:
@@ -466,6 +466,10 @@ class PutEnd:
     def _has_just_looked(self, nbytes: int) -> bool:
         """Return whether there was no room within the capacity for such a message, and it is too early to look again."""
         return self.arena.has_been_beyond(size_class_of(nbytes)) and not self.arena.is_look_due(nbytes)
+
+    def _is_behind(self, nbytes: int) -> bool:
+        """Return whether such a message may lie beyond the capacity as soon as those before it were taken."""
+        return self._has_just_looked(nbytes) and not self._may_go_beyond(nbytes)
 
     def _may_go_beyond(self, nbytes: int) -> bool:
         """Return whether a message may lie beyond the capacity: the queue has none, or so few that if all had this one's block,
@@ -499,11 +503,13 @@ class PutEnd:
         pause, began, in_vain = 0.0005, monotonic(), 0
         self.waits += 1
         try:
-            if force and self._has_just_looked(
+            if force and self._is_behind(
                 nbytes
-            ):  # before the next look: the message before may be taken meanwhile
-                left = SLICE if deadline is None else min(SLICE, deadline - began)
-                if block := self._pause(left, pause, nbytes, taker):
+            ):  # the messages before may be taken sooner than all memory is looked at
+                until = began + SLICE if deadline is None else min(began + SLICE, deadline)
+                while self._is_behind(nbytes) and monotonic() < until:
+                    time.sleep(pause)
+                if block := self._block_beyond(nbytes, taker):
                     return block
             while True:
                 if self.words[self._shut]:

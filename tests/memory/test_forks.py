@@ -576,7 +576,7 @@ def test_what_a_handler_gets_while_its_process_takes_a_queue_into_use_stays_as_i
     """At each moment of a process's first put the handler of a signal may get a lease, and keep it."""
     there, other, point, has_more = ctx.Queue(), ctx.Queue(), 0, True
     while has_more:
-        point += 1 + point // 50
+        point += 1 + point // 20
         told, go = Gate(), Gate()
         there.put(torch.full((SIZE,), 5.0))
 

@@ -544,7 +544,7 @@ def test_a_serializer_whose_tensors_have_gaps_or_overlaps_is_refused(form: str) 
 def test_what_arrives_with_overlaps_all_the_same_is_dropped(
     shared_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever copies it would take as much memory as a peer says."""
+    """A copy of it would take as much memory as a peer says."""
     register_serializer(Spread("dense"))
     monkeypatch.setattr(serializer_named("spread").serializer, "form", "expanded")  # type: ignore[attr-defined]
     address = "tcp://127.0.0.1:0" if shared_memory == "off" else "spread"
