@@ -154,8 +154,8 @@ class Greeting:
         return self._is_connectors and left is not None and left.routing == routing and left.left is not How.REFUSED_US
 
     def hang_up_on_left(self) -> None:
-        """Have a connector look for the next binder, where it is still connected to one that has left."""
-        if self.is_left_over():
+        """Have a connector look for the next binder, where it is still connected to one that has left, and all is read."""
+        if self.is_left_over() and not self._socket.has_unread(self._socket.routing):
             self._socket.drop(self._socket.routing)
 
     def has_lost_connection(self) -> bool:

@@ -70,7 +70,7 @@ class Guard:
     def __init__(self, what: str) -> None:
         self.closed = self.closing = self.looks = False
         self.what, self.until = what, 0.0
-        self.user = threading.current_thread()
+        self.user = weakref.ref(threading.current_thread())
         self._pid, self._is_inherited = os.getpid(), False
         self._lock = threading.RLock()  # which knows its owner
         self._is_owned: Callable[[], bool] = functools.partial(is_owned, self._lock)
@@ -94,7 +94,7 @@ class Guard:
                 self.check()  # another thread may be closing it
                 raise Busy(f"{self.what} is in use by another thread; give each thread an end of its own")
             self.check()
-            self.user = threading.current_thread()  # not its number, which is the next one's once it has ended
+            self.user = weakref.ref(threading.current_thread())  # its number is the next one's once it has ended
         except BaseException:
             if self._is_owned():
                 self._lock.release()
@@ -114,7 +114,8 @@ class Guard:
 
     def is_anothers(self) -> bool:
         """Return whether a thread that goes on, and is not this one, was the last to use the end: it may just be about to."""
-        return self.user is not threading.current_thread() and self.user.is_alive()
+        user = self.user()
+        return user is not None and user is not threading.current_thread() and user.is_alive()
 
     def check(self) -> None:
         """See that the end is open, and nobody is about to close it.

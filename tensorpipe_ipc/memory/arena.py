@@ -93,6 +93,7 @@ from tensorpipe_ipc.memory.extents import (
 from tensorpipe_ipc.memory.row import (
     ALLOCATING,
     HAZARDS,
+    MAX_ROWS,
     RESERVED,
     WALKING,
     Operation,
@@ -978,7 +979,9 @@ class Arena(Extents):
         until, incarnations = monotonic() + seconds, self.rows.incarnations()
         is_all = True
         for rows, of, payloads in self._in_use():
-            rows[incarnations[rows] != of] = ENDED
+            if (incarnations[rows] != of).any():
+                incarnations = self.rows.incarnations()  # anew: one may just have come
+                rows[incarnations[rows] != of] = ENDED
             np.add.at(counts, rows, 1)
             np.add.at(sums, rows, payloads)
             if monotonic() > until:
@@ -998,7 +1001,7 @@ class Arena(Extents):
                 holders = (states[busy] >> np.uint64(STEP_BITS)).astype(np.int64)
                 payloads, word = self.numbers[(blocks[busy] >> 3) + NBYTES], self.words[self.table + (start >> 20)]
                 kind, units = word >> 16 & KIND, word >> 32
-            yield holders & (1 << ROW_BITS) - 1, holders >> ROW_BITS, payloads
+            yield holders & MAX_ROWS - 1, holders >> ROW_BITS, payloads
 
 
 def _unattached() -> dict[str, Any]:

@@ -27,6 +27,7 @@ from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.serializers.base import Serializer, any_size, check_memory, check_size, dense_order, has_memory
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.layout import BULK, LazyPayload
+from tensorpipe_ipc.wire.message import see_that_it_tells
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta, narrowed_meta
 from tensorpipe_ipc.wire.threads import alone_in_a_child, always_alone_in_a_child
 
@@ -116,7 +117,8 @@ class Narrowing:
         if self._made_in_place and nbytes >= BULK:
             return nbytes, _Cast(self, span, nbytes)
         octets = self._cast(span).view(torch.uint8)
-        _, payload = self._serializer.encode(octets)
+        meta, payload = self._serializer.encode(octets)
+        see_that_it_tells(self._serializer.name, meta)
         return nbytes, octets.numpy().data if self._made_in_place else payload
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -451,7 +451,9 @@ class PutEnd:
             words[hazard] = 0
             free.append(block)
         block = self._block_beyond(nbytes, taker) if waits else 0
-        block = block or arena.allocate(nbytes, taker=taker, collected=waits and self._is_behind(nbytes))
+        if not block:
+            rests = self._is_behind(nbytes) if waits else self._has_just_looked(nbytes)
+            block = arena.allocate(nbytes, taker=taker, collected=rests)
         return block or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
 
     def _block_beyond(self, nbytes: int, taker: Operation | Taker) -> int:

@@ -306,7 +306,7 @@ class _Reader:
             parts.append(_part(self._word(base + PID), here, lives, row, incarnations[row], of))
         if self._blocks:
             parts.append(
-                _part(0, True, False, ENDED, 0, [sum(counts) for counts in zip(*self._blocks.values(), strict=True)])
+                _part(0, False, False, ENDED, 0, [sum(counts) for counts in zip(*self._blocks.values(), strict=True)])
             )
         return tuple(parts)
 

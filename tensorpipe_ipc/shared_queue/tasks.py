@@ -38,7 +38,7 @@ from tensorpipe_ipc.shared_queue.queue_record import OF_OTHERS, QueueRecord
 __all__ = ["Tasks", "count_put", "count_taken", "settle_dead", "settle_put"]
 
 _PAUSE, _LONGEST_PAUSE = 0.0002, 0.05  # seconds between two looks of join, at first and at most
-_LATE = 16  # join is late by this part of the time that it has waited, at most
+_LATE = 8  # join is late by this part of the time that it has waited, at most
 
 
 def count_put(words: memoryview, tally: int) -> None:

@@ -27,7 +27,7 @@ from tensorpipe_ipc.wire.schema import SPAN
 from tensorpipe_ipc.wire.sharing import Sharing, storages_of
 from tensorpipe_ipc.wire.spec import Op
 
-__all__ = ["Encoder", "EncodedMessage", "encode", "schema_of_one"]
+__all__ = ["Encoder", "EncodedMessage", "encode", "schema_of_one", "see_that_it_tells"]
 
 _U32 = struct.Struct("<I")
 _NO_SPANS_ONE_LEAF = _U32.pack(0) + _U32.pack(1)
@@ -201,14 +201,27 @@ def _head(name: str, spec: bytes) -> bytes:
     return bytes([len(name)]) + name.encode() + _U32.pack(len(spec)) + spec
 
 
+def see_that_it_tells(name: str, meta: TensorMeta) -> None:
+    """See that a serializer gives a meta of memory that several tensors share: of that, nothing else travels.
+
+    Args:
+        name: the serializer's.
+        meta: what it gave, of uint8.
+
+    Raises:
+        UnsupportedLeaf: it does not.
+    """
+    if meta.dtype is not torch.uint8:
+        raise UnsupportedLeaf(
+            f"memory that several tensors share, of which serializer {name!r} gives no meta but {meta!r}; send clones, or have "
+            "encode() return describe(tensor)"
+        )
+
+
 def _encode_span(span: torch.Tensor, serializer: Encoder, payloads: list[Any]) -> bytes:
     if span.dtype is torch.uint8:
         nbytes, (meta, payload) = len(span), serializer.encode(span)
-        if meta.dtype is not torch.uint8:
-            raise UnsupportedLeaf(
-                f"memory that several tensors share, of which serializer {serializer.name!r} gives no meta but {meta!r}; send "
-                "clones, or have encode() return describe(tensor)"
-            )
+        see_that_it_tells(serializer.name, meta)
     else:
         nbytes, payload = serializer.encode_span(span)  # type: ignore[attr-defined]
     payloads.append(payload)

@@ -398,6 +398,48 @@ def test_a_forked_child_of_a_binder_that_has_not_answered(ends_by: str, shared_m
             os.kill(orphan, signal.SIGKILL)
 
 
+def test_what_came_of_a_binder_before_another_took_its_place_is_read_first() -> None:
+    """It was sent after the consumer's last call, and the consumer has not heard that it is met."""
+    with Child() as first, Child() as second:
+        first.call(children.open_producer, "read", bind=True, shared_memory="off", linger=0.1)
+        with tp.Consumer("read", bind=False, shared_memory="off") as consumer:
+            wait_until(lambda: _is_met(consumer, first))
+            first.call(children.put, "first", "second")
+            with contextlib.suppress(tp.PeerLost):
+                first.call(children.close)
+            second.call(children.open_producer, "read", bind=True, shared_memory="off", linger=0.1)
+            assert [consumer.get(PATIENCE), consumer.get(PATIENCE)] == ["first", "second"]
+            with contextlib.suppress(tp.EndOfStream, tp.PeerLost):
+                consumer.get(0)
+            _crosses(consumer, second)
+
+
+def _is_met(consumer: tp.Consumer, first: Child) -> bool:
+    """Have a consumer that connects say HELLO, and its producer hear it, and not the consumer hear the answer."""
+    with contextlib.suppress(tp.Empty):
+        consumer.get(0)
+    return bool(first.call(children.producer_statistics).peers)
+
+
+def test_an_end_that_an_attribute_of_its_thread_is_closes_with_that() -> None:
+    """As any that is dropped."""
+
+    class Putter(threading.Thread):
+        def run(self) -> None:
+            self.producer = tp.Producer("owned")
+            self.producer.put(1, PATIENCE)
+
+    with tp.Consumer("owned") as consumer:
+        putter = Putter()
+        putter.start()
+        assert consumer.get(PATIENCE) == 1
+        putter.join()
+        del putter
+        gc.collect()
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
 def test_a_forked_child_of_a_binder_that_refused() -> None:
     """It closes, and the next one takes what the producer sends."""
     with Child() as first, Child() as second, tp.Producer("choosy", serializer="numpy", linger=0) as producer:
