@@ -176,9 +176,8 @@ class Greeting:
         ours = here.owner.hello(None)
         if found is None or misfit(ours, found.hello) or rendezvous.objection(ours, found.hello):
             return
-        if (
-            here.peers.has_left(found.hello) or self.is_left_over()
-        ):  # asked last: the file is that of who is on the line
+        # Asked last: so the file is that of who is on the line.
+        if here.peers.has_left(found.hello) or self.is_left_over():
             return
         sight = here.peers.sight_of(found.hello)  # one: what it closes with later is read there
         queue, has_met = None, False

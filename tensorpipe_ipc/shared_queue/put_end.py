@@ -450,10 +450,9 @@ class PutEnd:
                     return block
             words[hazard] = 0
             free.append(block)
-        block = self._block_beyond(nbytes, taker) if waits else 0
-        if not block:
-            rests = self._is_behind(nbytes) if waits else self._has_just_looked(nbytes)
-            block = arena.allocate(nbytes, taker=taker, collected=rests)
+        rests = self._is_behind(nbytes) if waits else self._has_just_looked(nbytes)  # asked once: a reader may come
+        block = self._block_beyond(nbytes, taker) if waits and not rests else 0
+        block = block or arena.allocate(nbytes, taker=taker, collected=rests)
         return block or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
 
     def _block_beyond(self, nbytes: int, taker: Operation | Taker) -> int:
@@ -505,9 +504,8 @@ class PutEnd:
         pause, began, in_vain = 0.0005, monotonic(), 0
         self.waits += 1
         try:
-            if force and self._is_behind(
-                nbytes
-            ):  # the messages before may be taken sooner than all memory is looked at
+            # The messages before may be taken sooner than all memory is looked at.
+            if force and self._has_just_looked(nbytes):
                 until = began + SLICE if deadline is None else min(began + SLICE, deadline)
                 while self._is_behind(nbytes) and monotonic() < until:
                     time.sleep(pause)

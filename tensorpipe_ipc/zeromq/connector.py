@@ -7,7 +7,7 @@ the next binder is tried, and may be there. Two binders never mix.
   wrong ones would go on for ever. So a binder that was started anew, with other keys or a longer list, is found. It is made
   inside put, get and flush, as no thread does it. Who waits on the descriptor alone is told when it is due, each second.
 * A host's name is looked up beside that (``names``). Each try is by the next of its addresses, once one is known,
-  and each second one by that which last stood.
+  and every second try is by that which last stood.
 """
 
 from __future__ import annotations

@@ -170,8 +170,9 @@ class Line:
 
         A child of the process that closed that end holds the connection open.
         """
-        now = _socket_file(self._address)
-        return self.is_up and _NO_FILE not in (self._file, now) and now != self._file
+        if not self.is_up or self._file == _NO_FILE:
+            return False
+        return _socket_file(self._address) not in (_NO_FILE, self._file)
 
     def has_unread(self) -> bool:
         """Return whether something has come that was not dealt with yet."""

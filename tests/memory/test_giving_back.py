@@ -33,7 +33,9 @@ from inside import (
     leave_addresses,
     look_for_idle,
     make_look_due,
+    open_queue_of,
     set_lease_budget,
+    shared_queue_of,
     side_of,
     standby_attachment_of,
     take_all_extents,
@@ -1683,24 +1685,34 @@ def test_a_get_that_waits_gives_all_idle_memory_back_as_soon_as_it_is_due(medium
     assert reap(child) == 0
 
 
+@pytest.mark.parametrize("comes", ["while it sleeps", "once it has counted"])
 def test_a_put_behind_a_message_beyond_the_capacity_waits_for_its_reader_before_it_looks(
-    ctx: Any, monkeypatch: pytest.MonkeyPatch
+    ctx: Any, monkeypatch: pytest.MonkeyPatch, comes: str
 ) -> None:
     """A look at all memory takes longer than that, and finds nothing: each put of a stream would look."""
     _full, there, arena, looks = _filled(ctx), ctx.Queue(4), ctx.tensorpipe_attachment().arena, list[Any]()
     there.put(octets(600_000, 0))
     with pytest.raises(queue.Full):
         there.put(octets(600_000, 1), timeout=0.1)
-    reclaim, sleep, got = arena.reclaim, time.sleep, list[int]()
+    reclaim, sleep, qsize, got = arena.reclaim, time.sleep, OpenQueue.qsize, list[int]()
 
     def read(seconds: float) -> None:
         sleep(seconds)
-        if there.qsize():
+        if qsize(open_queue):
             got.append(int(there.get(copy=True)[-1]))
 
+    def read_after(queue: OpenQueue) -> int:
+        count = qsize(queue)
+        read(0)
+        return count
+
+    open_queue = open_queue_of(shared_queue_of(there))
     with monkeypatch.context() as patch:
         patch.setattr(arena, "reclaim", lambda *kinds: looks.append(kinds) or reclaim(*kinds))
-        patch.setattr(time, "sleep", read)
+        if comes == "while it sleeps":
+            patch.setattr(time, "sleep", read)
+        else:
+            patch.setattr(OpenQueue, "qsize", read_after)
         for number in range(1, 20):
             there.put(octets(600_000, number), timeout=LIMIT)
     assert got == list(range(19))
