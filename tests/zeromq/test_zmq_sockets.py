@@ -346,8 +346,9 @@ def test_an_end_that_no_thread_is_left_for_is_refused(monkeypatch: pytest.Monkey
     tp.Consumer("tcp://127.0.0.1:0").close()
 
 
-def test_exceptions_of_a_handler_as_an_end_opens_leave_no_thread() -> None:
+def test_exceptions_of_a_handler_as_an_end_opens_leave_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts some, to see that there can be. What an exception cuts short ends all the same."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # it may come in a callback of the garbage collector
 
     class Alarm(Exception):
         pass
