@@ -450,8 +450,9 @@ class PutEnd:
                     return block
             words[hazard] = 0
             free.append(block)
-        rests = self._is_behind(nbytes) if waits else self._has_just_looked(nbytes)  # asked once: a reader may come
-        block = self._block_beyond(nbytes, taker) if waits and not rests else 0
+        rests, block = self._has_just_looked(nbytes), 0
+        if rests and waits and self._may_go_beyond(nbytes):  # asked once: readers and others who put come in between
+            rests, block = False, arena.allocate_without_look(nbytes, taker)
         block = block or arena.allocate(nbytes, taker=taker, collected=rests)
         return block or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
 
@@ -467,10 +468,6 @@ class PutEnd:
     def _has_just_looked(self, nbytes: int) -> bool:
         """Return whether there was no room within the capacity for such a message, and it is too early to look again."""
         return self.arena.has_been_beyond(size_class_of(nbytes)) and not self.arena.is_look_due(nbytes)
-
-    def _is_behind(self, nbytes: int) -> bool:
-        """Return whether such a message may lie beyond the capacity as soon as those before it were taken."""
-        return self._has_just_looked(nbytes) and not self._may_go_beyond(nbytes)
 
     def _may_go_beyond(self, nbytes: int) -> bool:
         """Return whether a message may lie beyond the capacity: the queue has none, or so few that if all had this one's block,
@@ -505,12 +502,13 @@ class PutEnd:
         self.waits += 1
         try:
             # The messages before may be taken sooner than all memory is looked at.
-            if force and self._has_just_looked(nbytes):
-                until = began + SLICE if deadline is None else min(began + SLICE, deadline)
-                while self._is_behind(nbytes) and monotonic() < until:
-                    time.sleep(pause)
-                if block := self._block_beyond(nbytes, taker):
-                    return block
+            until = began + SLICE if deadline is None else min(began + SLICE, deadline)
+            while force and monotonic() < until and self._has_just_looked(nbytes):
+                if self._may_go_beyond(nbytes):
+                    if block := self.arena.allocate_without_look(nbytes, taker):
+                        return block
+                    break  # the machine has no memory there
+                time.sleep(pause)
             while True:
                 if self.words[self._shut]:
                     self._refuse_if_shut()
