@@ -369,6 +369,10 @@ class Arena(Extents):
         """Note that all that lies free was looked at, for so long, and was not enough: the next look is due later."""
         self._look_due_from = monotonic() + min(max(IDLE, SELDOM * seconds), LONGEST)
 
+    def note_room(self) -> None:
+        """Note that a look at all memory has found room. There may be more, and so the next is due at once."""
+        self._look_due_from = 0.0
+
     def has_been_beyond(self, size_class: int) -> bool:
         """Return whether this process has ever had a block of that size beyond the capacity."""
         return size_class | BEYOND in self.free

@@ -75,7 +75,7 @@ class Checked:
                 return tensor
             _see_that_it_is_dense(tensor)
             return _straightened(tensor) if _is_crooked(tensor, meta) else tensor
-        except (TensorPipeError, KeyboardInterrupt):
+        except (TensorPipeError, KeyboardInterrupt, SystemExit):  # a handler's, which may have been reset meanwhile
             raise
         except BaseException as error:
             reraise_from_handler(error)

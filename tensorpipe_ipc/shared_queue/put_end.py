@@ -517,7 +517,9 @@ class PutEnd:
                 self.attachment.make_room(nbytes)
                 looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
                 block = self.arena.allocate(nbytes, taker=taker, collected=True)
-                if not block and (self._may_go_beyond(nbytes) if force else not self._queue.qsize()):
+                if block:
+                    self.arena.note_room()
+                elif self._may_go_beyond(nbytes) if force else not self._queue.qsize():
                     self.arena.note_look(looked)
                     block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True) if force else 0
                     if not block and force and self.attachment.trim():

@@ -30,6 +30,7 @@ _U16 = struct.Struct("<H")
 _COUNT = struct.Struct("<BI")
 _OP = [bytes([op]) for op in range(Op.CUSTOM + 1)]
 _TENSOR = _OP[Op.TENSOR]
+_TOO_MANY = f"more than {MAX_NODES:,} nodes, which is the limit: does it hold the same containers many times?"
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} containers, or it contains itself"
 
 
@@ -108,6 +109,8 @@ def _walk(node: Any, flat: Flat, depth: int) -> None:
         writer(node, flat)
     elif depth >= MAX_DEPTH:
         raise UnsupportedLeaf(_TOO_DEEP)
+    elif len(flat.spec) > MAX_NODES:  # before the end: what holds the same lists many times would take years
+        raise UnsupportedLeaf(_TOO_MANY)
     elif kind is dict:
         if depth:
             flat.nodes.append(id(node))

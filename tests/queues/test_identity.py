@@ -6,6 +6,7 @@ This holds whatever went through the queue before. Objects may go as trees or as
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 import threading
 from collections import Counter, OrderedDict
@@ -162,6 +163,18 @@ def _arrives_as_pickle_makes_it(graph: Any, history: list[Any]) -> None:
     there.put_many([graph, graph])
     for got in there.get_many(2, timeout=LIMIT):
         same_graph(expected, got)
+
+
+def test_a_list_of_lists_of_the_same_lists_arrives_so() -> None:
+    """It has 120 items, and would have more than anybody can count if each were written where it stands."""
+    there, start = tp.Queue(), list[Any]()
+    there.put([torch.arange(3), functools.reduce(lambda inner, _: [inner, inner], range(60), start)])
+    found = there.get(timeout=LIMIT)[1]
+    for _ in range(60):
+        first, second = found
+        assert first is second
+        found = first
+    assert found == []
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.kills)])

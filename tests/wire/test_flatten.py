@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import tracemalloc
 from typing import Any, NamedTuple
 
@@ -175,6 +176,12 @@ def test_the_number_of_nodes_has_two_sides() -> None:
     assert round_trip([None] * (MAX_NODES - 1)) == [None] * (MAX_NODES - 1)
     with pytest.raises(UnsupportedLeaf, match="131,073 nodes, the limit is 131,072; send numbers as a tensor"):
         sent([None] * MAX_NODES)
+
+
+def test_a_list_of_lists_of_the_same_lists_is_refused_at_once() -> None:
+    """It has 120 items, and would have more nodes than anybody can count."""
+    with pytest.raises(UnsupportedLeaf, match="more than 131,072 nodes"):
+        sent(functools.reduce(lambda inner, _: [inner, inner], range(60), list[Any]()))
 
 
 @pytest.mark.parametrize(
