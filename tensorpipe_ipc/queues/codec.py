@@ -124,7 +124,7 @@ class Codec:
             Exception: any error that the object raises when it is pickled.
         """
         if not self._last_had_no_leaves and may_be_tree(obj):  # a queue's objects are alike
-            flat = _flat(obj, by_to=False)
+            flat = _flat(obj, by_to=False, few=True)
             if flat is not None:
                 apart, shared = _memory_of(flat.leaves)
                 if not shared and flat.is_plain(apart is not None):
@@ -319,10 +319,10 @@ def _memory_of(leaves: list[torch.Tensor]) -> tuple[list[UntypedStorage] | None,
     return storages if apart else None, shared and any(map(is_shared_by_torch, leaves))
 
 
-def _flat(obj: Any, *, by_to: bool = True) -> Flat | None:
-    """Return an object's flat tree; None if the object is not a tree. For ``by_to`` see ``flatten``."""
+def _flat(obj: Any, *, by_to: bool = True, few: bool = False) -> Flat | None:
+    """Return an object's flat tree; None if the object is not a tree. For ``by_to`` and ``few`` see ``flatten``."""
     try:
-        return flatten(obj, by_to=by_to)
+        return flatten(obj, by_to=by_to, few=few)
     except UnsupportedLeaf:
         return None
 

@@ -262,8 +262,17 @@ def _rebuild_shared(rebuild: Any, arguments: Any) -> Any:
 
 
 def take_back(handles: Iterable[Handle]) -> None:
-    """Use up handles that no process will receive, so that no descriptor stays open for them."""
+    """Use up handles that no process will receive, so that no descriptor stays open for them.
+
+    Those that this process would send are dropped: to fetch one takes descriptors, and a put may have failed for want of them.
+    """
+    waiting = {} if sharer is None else sharer._cache
     for rebuild, arguments in handles:
+        found = [waiting.pop(each._id[1], None) for each in arguments if hasattr(each, "_id")]
+        for _, close in filter(None, found):
+            close()
+        if any(found):
+            continue
         try:
             rebuild(*arguments)
         except (OSError, EOFError, RuntimeError) as error:  # it was used before

@@ -31,6 +31,9 @@ _COUNT = struct.Struct("<BI")
 _OP = [bytes([op]) for op in range(Op.CUSTOM + 1)]
 _TENSOR = _OP[Op.TENSOR]
 _TOO_MANY = f"more than {MAX_NODES:,} nodes, which is the limit: does it hold the same containers many times?"
+_FEW = 64  # values, besides four for each tensor
+_VALUES = frozenset((bool, int, float, str, type(None)))
+_MANY_VALUES = "many more numbers or strings than tensors"
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} containers, or it contains itself"
 
 
@@ -44,6 +47,7 @@ class Flat(NamedTuple):
     nodes: list[int | None]  # ids of what may stand there twice, but tensors; None for what pickle keeps more of
     made: list[Any]  # for this tree alone: else the next object may have the same id
     by_to: bool  # see ``flatten``
+    few: bool
 
     def is_plain(self, apart: bool) -> bool:
         """Return whether a copy of the tree is all that pickle would make of it.
@@ -66,17 +70,19 @@ class Flat(NamedTuple):
         return len({*nodes, *map(id, self.leaves)}) < len(nodes) + len(self.leaves)
 
 
-def flatten(tree: Any, *, by_to: bool = True) -> Flat:
+def flatten(tree: Any, *, by_to: bool = True, few: bool = False) -> Flat:
     """Take a tree apart. Nothing is copied.
 
     Args:
         tree: any.
         by_to: call ``to`` of types that are registered with it. Else their instances cannot be sent.
+        few: refuse a tree with many more numbers, strings and the like than tensors, before all of them were looked at. Pickle
+            takes a small part of the time for them, and none for a schema that is new with each length of a list.
 
     Raises:
         UnsupportedLeaf: something in it cannot be sent; its path, its type and what to do are named.
     """
-    flat = Flat([], [], [], [], [], [], by_to)
+    flat = Flat([], [], [], [], [], [], by_to, few)
     _walk(tree, flat, 0)
     count = len(flat.spec) + sum(flat.in_keys)
     if count > MAX_NODES:
@@ -111,6 +117,8 @@ def _walk(node: Any, flat: Flat, depth: int) -> None:
         raise UnsupportedLeaf(_TOO_DEEP)
     elif len(flat.spec) > MAX_NODES:  # before the end: what holds the same lists many times would take years
         raise UnsupportedLeaf(_TOO_MANY)
+    elif flat.few and _has_many(flat):
+        raise UnsupportedLeaf(_MANY_VALUES)
     elif kind is dict:
         if depth:
             flat.nodes.append(id(node))
@@ -124,7 +132,19 @@ def _walk(node: Any, flat: Flat, depth: int) -> None:
         _walk_other(node, flat, depth)
 
 
+def _has_many(flat: Flat, more: int = 0) -> bool:
+    return len(flat.values) + more > _FEW + 4 * len(flat.leaves)
+
+
+def _see_few(flat: Flat, items: Iterable[Any], count: int) -> None:
+    """See that a long container is none of values, as its first two items tell."""
+    if all(type(item) in _VALUES for item in islice(items, 2)) and _has_many(flat, count):
+        raise UnsupportedLeaf(_MANY_VALUES)
+
+
 def _walk_dict(node: dict[Any, Any], flat: Flat, depth: int) -> None:
+    if flat.few and len(node) > _FEW:
+        _see_few(flat, node.values(), len(node))
     keys = [_KEYS.get(key) if type(key) is str else None for key in node]
     flat.spec.append(
         _COUNT.pack(Op.DICT, len(node))
@@ -143,6 +163,8 @@ def _walk_dict(node: dict[Any, Any], flat: Flat, depth: int) -> None:
 
 
 def _walk_items(node: Sequence[Any], flat: Flat, depth: int) -> None:
+    if flat.few and len(node) > _FEW:
+        _see_few(flat, node, len(node))
     index = 0
     try:
         for index, child in enumerate(node):  # noqa: B007 - the error's path needs it

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -240,6 +241,30 @@ def test_puts_that_end_in_full_or_an_error_keep_no_descriptor() -> None:
     got = there.get()
     got[0] = 1
     assert shared[0] == 1
+
+
+def _put_many_where_descriptors_are_few() -> None:
+    many = [torch.ones(10).share_memory_() for _ in range(50)]
+    there = tp.Queue()
+    there.put(many[0])
+    there.get(timeout=LIMIT)
+    there.put(many[0])  # the thread that hands out descriptors has its own now
+    there.get(timeout=LIMIT)
+    before = len(os.listdir("/proc/self/fd"))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for _ in range(5):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            there.put(many)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    there.put(many)
+    assert len(there.get(timeout=LIMIT)) == 50
+
+
+def test_a_put_that_fails_for_want_of_descriptors_keeps_none() -> None:
+    """Else each such put would take those that the program has given back, and never let go of them."""
+    assert reap(in_child(_put_many_where_descriptors_are_few)) == 0
 
 
 def _signal_once_it_waits(thread: threading.Thread) -> None:

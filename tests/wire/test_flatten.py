@@ -178,6 +178,24 @@ def test_the_number_of_nodes_has_two_sides() -> None:
         sent([None] * MAX_NODES)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        list(range(200)),
+        [[1.0] * 20] * 10,
+        {"boxes": [{"box": (1, 2, 3, 4), "kind": "cat"}] * 20},
+        {str(key): key for key in range(100)},
+    ],
+)
+def test_many_values_beside_a_tensor_are_refused_where_few_are_wanted(values: Any) -> None:
+    """Pickle is quicker with them. Beside many tensors they are few."""
+    with pytest.raises(UnsupportedLeaf, match="many more numbers or strings than tensors"):
+        flatten([torch.ones(2), values], few=True)
+    assert flatten([torch.ones(2), values]).leaves
+    assert flatten([[torch.ones(2) for _ in range(100)], values], few=True).leaves
+    assert flatten([torch.ones(2), list(range(60))], few=True).values == list(range(60))
+
+
 def test_a_list_of_lists_of_the_same_lists_is_refused_at_once() -> None:
     """It has 120 items, and would have more nodes than anybody can count."""
     with pytest.raises(UnsupportedLeaf, match="more than 131,072 nodes"):
