@@ -540,6 +540,8 @@ class Conversation:
         surplus = self.socket.surplus
         if peer is None or before is None or surplus or before.brought + before.repeated == message.worth:
             self.socket.waste()
+            if is_strange:  # before it is asked whether there is time: one message alone may take it all
+                strangers.took(time.thread_time() - message.began)
             if peer is None:
                 strangers.note_answered(routing)
             elif surplus or (strangers.is_to_go(routing) and peer.left is None):
@@ -550,8 +552,6 @@ class Conversation:
                 is_strange and not message.has_waited and strangers.are_a_crowd()
             ):
                 strangers.have_go(routing)
-            if is_strange:
-                strangers.took(time.thread_time() - message.began)
 
     def _is_early(self, routing: bytes, frames: list[Any]) -> bool:
         """Return whether what came by a connector's connection is to wait until that of the one before is read out.

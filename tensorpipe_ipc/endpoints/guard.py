@@ -115,7 +115,9 @@ class Guard:
     def is_anothers(self) -> bool:
         """Return whether a thread that goes on, and is not this one, was the last to use the end: it may just be about to."""
         user = self.user()
-        return user is not None and user is not threading.current_thread() and user.is_alive()
+        if user is None or user is threading.current_thread() or isinstance(user, threading._DummyThread):
+            return False  # of one that Python did not start nobody can tell whether it goes on
+        return user.is_alive()
 
     def check(self) -> None:
         """See that the end is open, and nobody is about to close it.

@@ -19,6 +19,7 @@ STALE = 0.01  # seconds; a producer in full swing looks for credits after it has
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
 _CLAIMANTS = 0.02  # seconds that a closing binder hears those that have claimed a queue
 _WAITING = 0.5  # seconds that a closing producer hears consumers that wait for it, which take some milliseconds each
+_KNOCKING = 2.0  # seconds that it first reads who has knocked meanwhile; that takes 20 us each
 _NOT_FOUND_YET = 0.25  # seconds from its bind that a producer that fails hears: who waits tries each 0.2 s
 _NO_KEY_SHOWN_YET = 0.35  # and with keys a handshake comes first
 _STEP = 0.01  # seconds of waiting for what may come
@@ -236,6 +237,7 @@ class Participant:
             if socket.binds and self.ending.failure:
                 found = _NO_KEY_SHOWN_YET if conversation.has_keys else _NOT_FOUND_YET
                 self._hear_until(conversation.opened_at + found, lambda: True)
+            self._hear_until(time.monotonic() + _KNOCKING, socket.is_behind)
             self._hear_until(
                 time.monotonic() + _WAITING, lambda: self._has_something() or socket.has_just_let_somebody_in()
             )

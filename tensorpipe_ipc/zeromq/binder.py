@@ -230,6 +230,10 @@ class Binder(FrameSocket):
         """See FrameSocket."""
         return self._gate is not None and time.monotonic() - self._gate.let_in_at < _FIRST_WORD
 
+    def is_behind(self) -> bool:
+        """See FrameSocket."""
+        return self._gate is not None and self._gate.is_behind
+
     def has_incoming(self) -> bool:
         """See FrameSocket. Beside a queue that always has messages nothing else finds that nothing more has come."""
         if self._gate is not None:

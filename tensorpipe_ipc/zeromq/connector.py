@@ -28,7 +28,7 @@ from tensorpipe_ipc.zeromq.curve import read_keys, use_keys
 from tensorpipe_ipc.zeromq.line import Line
 from tensorpipe_ipc.zeromq.names import Host
 from tensorpipe_ipc.zeromq.timer_fd import TimerFd
-from tensorpipe_ipc.zeromq.zmq_contexts import acquire, has_descriptors, is_bound_here, open_socket
+from tensorpipe_ipc.zeromq.zmq_contexts import acquire, has_descriptors, if_bound_here, is_bound_here, open_socket
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, Unreachable
 
 __all__ = ["Connector"]
@@ -111,6 +111,13 @@ class Connector(FrameSocket):
 
     def _try(self) -> None:
         """Try to get the binder."""
+        if self.address.scheme != "inproc":
+            self._connect()
+        elif not if_bound_here(self.address.text, self._connect):
+            self._pace()
+            self._settle()
+
+    def _connect(self) -> None:
         socket: zmq.Socket[bytes] = open_socket(self._context, zmq.DEALER)
         self._set_up(socket, {})
         if self._keys:

@@ -3,13 +3,15 @@
 libzmq asks a ZAP handler, a socket at inproc://zeromq.zap.01 of the same context, whether a client's key may come in; without
 one, it lets in any key. The usual handler is a thread. Here it is ``Gate``, which answers inside the binder's own put, get
 and flush, and whose descriptor is part of ``fileno``. As a context has one such address, a binder with keys has a context
-of its own. Who knocks while the binder is busy elsewhere waits, for up to 3 s, and knocks again.
+of its own. Who knocks while the binder is busy elsewhere waits, for up to 3 s, and knocks again. The knock before stays, and
+nobody tells that its connection has ended. So all are read, and the newest are answered first.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -26,6 +28,10 @@ __all__ = ["DOMAIN", "Gate", "check_available", "key_pair", "read_keys", "use_ke
 DOMAIN = b"tensorpipe_ipc"
 _HANDLER = "inproc://zeromq.zap.01"
 _AT_ONCE = 0.01  # seconds of answering in one go: who waits for a message has a timeout to keep
+_READING = 0.05  # seconds of reading knocks in one go, where a binder that computed for long finds thousands
+_KNOCKS = (
+    4096  # that are read and wait for an answer: of more, the oldest are dropped, and knock again if they still wait
+)
 _REQUEST = 9  # frames: routing id, empty, version, request, domain, address, identity, mechanism, key
 _POLLIN, _EVENTS, _DO_NOT_WAIT = int(zmq.POLLIN), int(zmq.EVENTS), int(zmq.NOBLOCK)
 _YES, _NO = (b"200", b"OK", b"", b""), (b"400", b"not on the list", b"", b"")
@@ -94,6 +100,7 @@ class Gate:
         self._told = told
         self.is_behind = False
         self.let_in_at, self.refused_at = -math.inf, 0.0
+        self._knocks: deque[list[bytes]] = deque(maxlen=_KNOCKS)
         self._is_cut_off = False  # whether an exception left an answer begun, and not ended
         self.socket: zmq.Socket[bytes] = open_socket(context, zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -104,15 +111,23 @@ class Gate:
         return int(self.socket.getsockopt(zmq.FD))
 
     def answer(self) -> None:
-        """Answer those who knocked. Afterwards the descriptor tells of the next one."""
-        deadline = 0.0
-        while int(self.socket.getsockopt(_EVENTS)) & _POLLIN:
-            self._answer(self._request())
-            deadline = deadline or time.monotonic() + _AT_ONCE
-            if time.monotonic() > deadline:
-                self.is_behind = True
-                return
-        self.is_behind = False
+        """Answer those who knocked, the last first. Afterwards the descriptor tells of the next one."""
+        if not self._knocks and not self._is_there():
+            self.is_behind = False
+            return
+        deadline = time.monotonic() + _READING
+        while self._is_there() and time.monotonic() < deadline:
+            self._knocks.append(self._request())
+        self.is_behind = self._is_there()
+        if self.is_behind:  # those that were read are older, and have gone
+            return
+        deadline = time.monotonic() + _AT_ONCE
+        while self._knocks and time.monotonic() < deadline:
+            self._answer(self._knocks.pop())
+        self.is_behind = bool(self._knocks)
+
+    def _is_there(self) -> bool:
+        return bool(int(self.socket.getsockopt(_EVENTS)) & _POLLIN)
 
     def attend(self, socket: zmq.Socket[bytes], timeout: float) -> None:
         """Wait up to ``timeout`` seconds until something comes to ``socket``, and answer meanwhile."""
@@ -129,7 +144,7 @@ class Gate:
     def _request(self) -> list[bytes]:
         while self.socket.getsockopt(zmq.RCVMORE):  # an exception of a signal's handler hit inside the last one
             self.socket.recv(_DO_NOT_WAIT)
-        if not int(self.socket.getsockopt(_EVENTS)) & _POLLIN:  # that was all there was
+        if not self._is_there():  # that was all there was
             return []
         return self.socket.recv_multipart(_DO_NOT_WAIT)
 

@@ -39,6 +39,7 @@ __all__ = [
     "forget_bound",
     "has_descriptors",
     "hold_reaper",
+    "if_bound_here",
     "is_bound_here",
     "note_bound",
     "open_socket",
@@ -65,6 +66,7 @@ class _Shared:
         self.contexts: dict[zmq.Context[Any], set[int]] = {}  # and which ends use each, by id
         self.sockets: weakref.WeakSet[zmq.Socket[bytes]] = weakref.WeakSet()  # all that were opened
         self.common: zmq.Context[Any] | None = None
+        self.naming = threading.RLock()  # whoever connects by an address of ``bound``, or gives one back, holds it
         self.bound: dict[str, int] = {}  # addresses within this process, and which end has each, by id
 
 
@@ -95,6 +97,8 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
             # It is known, and in use, from its first moment on, whatever a signal's handler does next.
             shared.contexts.update(zip(map(zmq.Context, (1,)), ({id(end)},), strict=True))
             context = next(made for made, ends in reversed(shared.contexts.items()) if id(end) in ends)
+            if not own:  # else 341 connectors have all of them
+                context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
         if not own:
             context = shared.common = shared.common or context  # so may a handler meanwhile
         shared.contexts[context].add(id(end))
@@ -108,16 +112,30 @@ def note_bound(end: object, address: str) -> None:
 
 def forget_bound(end: object, address: str) -> None:
     """Forget that, before the end closes. Of an address that is another's, or was forgotten: nothing."""
-    bound = _shared.setdefault(process_key(), _Shared()).bound
-    if bound.get(address) == id(end):
-        del bound[address]
+    shared = _shared.setdefault(process_key(), _Shared())
+    with shared.naming:
+        if shared.bound.get(address) == id(end):
+            del shared.bound[address]
+
+
+def if_bound_here(address: str, connect: Callable[[], object]) -> bool:
+    """Have an end connect to an address within this process, if another has bound it; and does not give it back meanwhile.
+
+    Where none has, libzmq keeps what a connector says, and its socket, for the next binder, though the connector has closed.
+
+    Returns:
+        Whether it has.
+    """
+    shared = _shared.setdefault(process_key(), _Shared())
+    with shared.naming:
+        if not is_bound_here(address):
+            return False
+        connect()
+    return True
 
 
 def is_bound_here(address: str) -> bool:
-    """Return whether an end has bound an address within this process.
-
-    Where none has, libzmq keeps what a connector says, and its socket, for the next binder, though the connector has closed.
-    """
+    """Return whether an end has bound an address within this process."""
     shared = _shared.get(process_key())
     return shared is not None and address in shared.bound
 

@@ -321,6 +321,10 @@ class FrameSocket:
         """Return whether somebody with a good key has just come, whose first word is on its way."""
         return False
 
+    def is_behind(self) -> bool:
+        """Return whether more have knocked than one call answers, and some of them may wait."""
+        return False
+
     def has_incoming(self) -> bool:
         """Return whether ``receive`` would find something now."""
         raise NotImplementedError

@@ -566,6 +566,37 @@ def test_one_that_closes_before_its_binder_comes_was_never_there(endpoint: str) 
             producer.put("nobody gets it", timeout=0.2)
 
 
+@pytest.mark.filterwarnings("ignore:inproc")
+def test_one_that_finds_its_binder_closing_within_one_process_was_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hears the goodbye, and at once looks for the next binder, while the address is given back by another thread."""
+    connect, give_back = Line.open, Binder._give_address_back
+
+    def give_back_late(binder: Binder) -> None:
+        time.sleep(0.02)
+        give_back(binder)
+
+    def connect_late(line: Line, context: Any) -> None:
+        time.sleep(0.05)
+        connect(line, context)
+
+    def produce() -> None:
+        with contextlib.suppress(tp.Full, tp.PeerLost), tp.Producer("inproc://job", maxsize=4, linger=0.1) as producer:
+            for number in range(1000):
+                producer.put(number, 0.3)
+
+    monkeypatch.setattr(Line, "open", connect_late)
+    monkeypatch.setattr(Binder, "_give_address_back", give_back_late)
+    with tp.Consumer("inproc://meanwhile"):
+        for _ in range(5):
+            with tp.Consumer("inproc://job") as consumer:
+                putting = in_thread(produce)
+                for number in range(6):
+                    assert consumer.get(PATIENCE) == number
+            putting()
+            with tp.Consumer("inproc://job") as consumer, pytest.raises(tp.Empty):
+                consumer.get(0.01)
+
+
 def _produce(endpoint: str, count: int) -> None:
     with tp.Producer(endpoint) as producer:
         for number in range(count):

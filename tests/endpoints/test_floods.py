@@ -519,6 +519,30 @@ def test_a_peer_that_brings_nothing_keeps_no_newcomer_out(said: str, monkeypatch
                     consumer.get(0.15)
 
 
+@pytest.mark.slow
+def test_a_peer_that_takes_over_a_second_with_each_thing_it_says_keeps_no_newcomer_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No pause after it is as long as that. So it is hung up on."""
+    with tp.Consumer(LOOPBACK, shared_memory="off", producers=None) as consumer, RawEnd(consumer.endpoint) as one:
+
+        def peers() -> int:
+            return len(consumer.statistics().peers)
+
+        one.say(hello("producer"))
+        wait_in_vain(consumer, peers)
+        take_long_to_hear(monkeypatch, consumer, 1.1)
+        with RawEnd(consumer.endpoint) as next_one:
+            for number in range(1, 20):
+                if peers() > 1 or "hung up on" in consumer.statistics().last_rejection:
+                    return
+                one.say(pack(Kind.DATA, number, b"none"))
+                next_one.say(hello("producer"))
+                with contextlib.suppress(tp.Empty):
+                    consumer.get(0.15)
+    raise AssertionError("nobody else is let in")
+
+
 def _piece_at(place: int) -> bytes:
     return pack_piece(1, Piece(2 * place, MIB))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import gc
@@ -402,6 +403,23 @@ def test_statistics_are_new_once_the_thread_that_used_the_end_has_ended(child: C
             over.set()
             for thread in threads:
                 thread.join()
+
+
+def test_statistics_are_new_after_a_thread_that_python_did_not_start(child: Child) -> None:
+    """As a C library's: whether it has ended, nobody can tell."""
+    over = threading.Event()
+    with tp.Producer("foreign", linger=0) as producer:
+        child.call(children.open_consumer, "foreign")
+        child.begin(children.take)
+
+        def put() -> None:
+            producer.put(threading.current_thread().name, PATIENCE)
+            over.set()
+
+        _thread.start_new_thread(put, ())
+        assert over.wait(PATIENCE)
+        child.result()
+        wait_until(lambda: producer.statistics().in_flight == 0, 5)
 
 
 def test_statistics_do_not_make_an_end_busy_for_the_thread_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
