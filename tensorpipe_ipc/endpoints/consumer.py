@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-import torch
-
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.cuda.staging import arrival_of
 from tensorpipe_ipc.endpoints.conversation import PEER_TIMEOUT, Opening
@@ -30,17 +28,16 @@ from tensorpipe_ipc.memory.handover import region_of, values_and_frames
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
-from tensorpipe_ipc.serializers.conformance import Checked
+from tensorpipe_ipc.serializers.conformance import Checked, NoMemoryForIt
 from tensorpipe_ipc.shared_queue.shared_memory import lease_from
 from tensorpipe_ipc.wire.header import Header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, OFFERS, ON_DEVICE, parts_of
 from tensorpipe_ipc.wire.layout import BULK
-from tensorpipe_ipc.wire.room import made_with_room
+from tensorpipe_ipc.wire.room import lacks_memory, made_with_room
 from tensorpipe_ipc.wire.schema import ALIAS, Schema, keep, schema_of
 
 __all__ = ["Consumer", "ConsumerStatistics"]
 
-_NO_DEVICE_MEMORY: type[Exception] = getattr(torch, "OutOfMemoryError", OutOfMemory)  # torch 2.4 has no such name
 _EVERYTHING = 1 << 62
 _RAISED = (OutOfMemory, UnsupportedLeaf, PeerLost, SharedMemoryError)  # out of get, where a message cannot be read
 _ENDED = object()  # in the place of a message: the stream has ended
@@ -322,7 +319,7 @@ class Consumer(End):
                     if is_a_signals(error, error.__traceback__):
                         raise
                     receiver.was_in_vain()
-                    arrived.peer.brought += isinstance(error, (*_RAISED, MemoryError, _NO_DEVICE_MEMORY))
+                    arrived.peer.brought += lacks_memory(error) or isinstance(error, (*_RAISED, NoMemoryForIt))
                     receiver.taken(arrived)
                     self._raise_or_reject(error, arrived.peer)
                 else:
@@ -385,6 +382,8 @@ class Consumer(End):
         except Exception as error:
             if is_a_signals(error, error.__traceback__):
                 raise
+            if lacks_memory(error):
+                raise OutOfMemory(str(error)) from None
             return _bare(error)
 
     def _tree_in(
@@ -429,7 +428,7 @@ class Consumer(End):
 
         Whatever reading it raised, its peer is to blame, and the next message is as good as any.
         """
-        if isinstance(error, (MemoryError, _NO_DEVICE_MEMORY)):
+        if lacks_memory(error) or isinstance(error, NoMemoryForIt):
             error = self._no_memory(error, peer)
             self._receiver.conversation.reject(error, peer)
         if isinstance(error, UnsupportedLeaf):

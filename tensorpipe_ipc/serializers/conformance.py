@@ -17,17 +17,21 @@ from tensorpipe_ipc.serializers.base import Serializer, dense_order, expect
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST
 from tensorpipe_ipc.wire.layout import BULK, kept
 from tensorpipe_ipc.wire.metas import TensorMeta
-from tensorpipe_ipc.wire.room import see_room_to_take
+from tensorpipe_ipc.wire.room import lacks_memory, see_room_to_take
 from tensorpipe_ipc.wire.threads import alone_in_a_child
 
-__all__ = ["Checked", "check_serializer"]
+__all__ = ["Checked", "NoMemoryForIt", "check_serializer"]
+
+
+class NoMemoryForIt(ProtocolError):
+    """A user's serializer finds no memory for what a peer may have made up. It is dropped, and told as OutOfMemory."""
 
 
 class Checked:
     """A user's serializer, held to its contract on every call: its errors become ours, its results are checked.
 
     Attributes:
-        wary: the same for messages that anybody may have made up, unless it is that: there is no want of memory.
+        wary: the same for messages that anybody may have made up, unless it is that. Want of memory is ``NoMemoryForIt``.
     """
 
     def __init__(self, serializer: Serializer, *, is_wary: bool = False) -> None:
@@ -52,7 +56,7 @@ class Checked:
             raise
         except Exception as error:
             reraise_from_handler(error)
-            if _lacks_memory(error):
+            if lacks_memory(error):
                 raise OutOfMemory(
                     f"serializer {self.name!r} found no memory for {tensor.dtype} {list(tensor.shape)}: {error}; "
                     "send it in parts. It was not sent"
@@ -79,14 +83,10 @@ class Checked:
             raise
         except BaseException as error:
             reraise_from_handler(error)
-            if _lacks_memory(error) and not self._is_wary:
-                raise OutOfMemory(f"serializer {self.name!r} found no memory to decode {meta!r}: {error}") from None
+            if lacks_memory(error):
+                kind = NoMemoryForIt if self._is_wary else OutOfMemory
+                raise kind(f"serializer {self.name!r} found no memory to decode {meta!r}: {error}") from None
             raise ProtocolError(f"serializer {self.name!r} could not decode {meta!r}: {error!r}") from error
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is no memory; torch has no type of its own for that."""
-    return isinstance(error, MemoryError) or (type(error) is RuntimeError and "can't allocate memory" in str(error))
 
 
 def _is_crooked(tensor: torch.Tensor, meta: TensorMeta) -> bool:
@@ -145,14 +145,14 @@ def check_serializer(serializer: Serializer) -> None:
 
 
 def _comes_back(serializer: Serializer, label: str, tensor: torch.Tensor) -> bool:
-    before = tensor.clone()
+    before = _bits(tensor)
     try:
         meta, payload = Checked(serializer).encode(tensor)
     except UnsupportedLeaf as error:
         if error.__cause__ is not None:
             raise TypeError(f"{error.reason} (sample: {label})") from error.__cause__
         return False
-    if _bits(before) != _bits(tensor):
+    if before != _bits(tensor):
         raise TypeError(f"serializer {serializer.name!r} changed the tensor that it encoded ({label})")
     received = memoryview(bytearray(payload))
     for buffer in (received.toreadonly(), received, received):  # twice: a message may be read again
@@ -167,11 +167,11 @@ def _comes_back(serializer: Serializer, label: str, tensor: torch.Tensor) -> boo
             )
         if not again.is_cpu:
             raise TypeError(f"serializer {serializer.name!r} decoded {label} to {again.device}; it must be the CPU")
-        if (again.dtype, again.shape) != (before.dtype, before.shape):
+        if (again.dtype, again.shape) != (tensor.dtype, tensor.shape):
             raise TypeError(
                 f"serializer {serializer.name!r} gave {label} back as {again.dtype} of shape {list(again.shape)}"
             )
-        is_exact = _bits(before) == _bits(again)
+        is_exact = before == _bits(again)
         if not is_exact and tensor.dtype is torch.uint8:
             raise TypeError(
                 f"serializer {serializer.name!r} gave {label} back with other items; it must be exact, also with lossy = True: "
@@ -200,8 +200,13 @@ def _lies_on(tensor: torch.Tensor, payload: memoryview) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+    if not tensor.numel():
+        return b""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.itemsize == 1:  # torch cannot clone all of them, where algorithms are to be deterministic
+        tensor = tensor.view(torch.uint8)
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
 
 def _samples() -> Iterator[tuple[str, torch.Tensor]]:

@@ -67,7 +67,7 @@ class Raw:
         if len(payload) != meta.nbytes or meta.dtype is None:
             raise ProtocolError(f"a payload of {len(payload)} bytes for a tensor of {meta.nbytes} ({meta!r})")
         if not meta.nbytes:
-            return torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
+            return torch.empty(0, dtype=torch.uint8, device="cpu").view(meta.dtype).reshape(meta.shape).detach()
         if payload.readonly:
             payload = memoryview(bytearray(payload))
         shape = meta.shape if meta.order is None else [meta.shape[dim] for dim in meta.order]

@@ -31,7 +31,7 @@ from tensorpipe_ipc.serializers.base import (
     straight,
 )
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
-from tensorpipe_ipc.wire.room import see_room_to_take
+from tensorpipe_ipc.wire.room import lacks_memory, see_room_to_take
 from tensorpipe_ipc.wire.threads import always_alone_in_a_child
 
 __all__ = ["TorchSave"]
@@ -84,8 +84,7 @@ class TorchSave:
         # A damaged file can end anywhere inside torch's reader, and does so with any exception.
         except Exception as error:
             raise_signals(error, before)
-            # Torch has no type for it. What a message holds ends in an UnpicklingError, which is none of the two.
-            if type(error) is MemoryError or (type(error) is RuntimeError and "can't allocate memory" in str(error)):
+            if lacks_memory(error):  # what a message holds ends in an UnpicklingError, which is none
                 raise OutOfMemory(f"a torch.save file of {len(payload):,} bytes is read: {error}") from None
             raise ProtocolError(
                 f"the payload is no torch.save file of a tensor: {type(error).__name__}: {error}"

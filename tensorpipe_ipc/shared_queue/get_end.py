@@ -47,7 +47,7 @@ from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, LAST_DOORBELL
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt, Seen
 from tensorpipe_ipc.wire.in_block import A_PICKLE
 from tensorpipe_ipc.wire.layout import LEASE_FROM
-from tensorpipe_ipc.wire.room import made_with_room, see_room_to_take
+from tensorpipe_ipc.wire.room import lacks_memory, made_with_room, see_room_to_take
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
 
@@ -772,9 +772,8 @@ def _may_pass(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError) and not isinstance(error, SharedMemoryError):
         return error.errno in _LACKS or not _passed_decoding(error.__traceback__)
-    may = (MemoryError, SharedMemoryError, UnsupportedLeaf, RecursionError)  # the last: get was called near the limit
-    is_cudas = type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, may) or is_cudas or not isinstance(error, Exception)
+    may = (SharedMemoryError, UnsupportedLeaf, RecursionError)  # the last: get was called near the limit
+    return isinstance(error, may) or lacks_memory(error) or not isinstance(error, Exception)
 
 
 def _passed_decoding(trace: TracebackType | None) -> bool:

@@ -24,7 +24,7 @@ from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH, Dtype
 from tensorpipe_ipc.wire.layout import BULK, overlaps
-from tensorpipe_ipc.wire.room import see_room_to_take
+from tensorpipe_ipc.wire.room import lacks_memory, see_room_to_take
 from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, METADATA, Op, Registered, is_too_nested
 from tensorpipe_ipc.wire.threads import alone_in_a_child
 
@@ -102,7 +102,9 @@ class Plan:
         try:
             return build(iter(leaves), iter(values))
         except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError, LookupError) as error:
-            if isinstance(error, (ProtocolError, UnsupportedLeaf)) or passed_a_handler(error.__traceback__):
+            says_nothing_of_it = isinstance(error, RecursionError) or lacks_memory(error)  # both may be RuntimeErrors
+            is_known = isinstance(error, (ProtocolError, UnsupportedLeaf))
+            if is_known or says_nothing_of_it or passed_a_handler(error.__traceback__):
                 raise
             raise ProtocolError(
                 f"a leaf or value does not fit its place in the tree: {str(error)[:_MOST_SAID]}"
@@ -443,6 +445,10 @@ def _storage(leaf: torch.Tensor) -> torch.UntypedStorage:
     return storage if storage.nbytes() == leaf.nbytes else cloned(leaf, leaf.nbytes).untyped_storage()
 
 
+# Torch fills new memory of all dtypes but this where algorithms are to be deterministic.
+_NOT_FILLED = {getattr(torch, "float4_e2m1fn_x2", None)}
+
+
 @alone_in_a_child
 def cloned(leaf: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Return a copy of a leaf, of which so many bytes came: a sparse one does not say so itself.
@@ -452,6 +458,8 @@ def cloned(leaf: torch.Tensor, nbytes: int) -> torch.Tensor:
     """
     if nbytes >= BULK:
         see_room_to_take(nbytes)
+    if leaf.dtype in _NOT_FILLED:
+        return leaf.view(torch.uint8).clone().view(leaf.dtype)
     return leaf.clone()
 
 

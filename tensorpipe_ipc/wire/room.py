@@ -14,13 +14,19 @@ from typing import TypeVar
 from tensorpipe_ipc.errors import OutOfMemory
 from tensorpipe_ipc.headroom import OUTDATED, addresses_left, headroom, until_the_next_look
 
-__all__ = ["LOOKED", "lacks_room", "made_with_room", "see_room_to_take"]
+__all__ = ["LOOKED", "lacks_memory", "lacks_room", "made_with_room", "see_room_to_take"]
 
 LOOKED = 1 << 24  # bytes that are copied between two looks, at most. A look takes 60 us
 _SPARE = 1 << 25  # bytes of addresses (``ulimit -v``) that are left to the rest of the process
 # Bytes copied since the last look. Another thread's addition may be lost: the next look comes a little later.
 _unlooked, _looked = LOOKED, 0.0
 _Made = TypeVar("_Made")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error says that there is no memory. Torch's own are RuntimeErrors, of a GPU and of the CPU."""
+    is_cpus = type(error) is RuntimeError and "can't allocate memory" in str(error)
+    return is_cpus or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def lacks_room(nbytes: int, *, of_addresses: bool = False) -> int | None:

@@ -462,8 +462,10 @@ def _view(span: torch.Tensor, leaf: LeafMeta, *, restored: bool = False) -> torc
     assert leaf.row is not None
     row = leaf.own if restored and leaf.own is not None else leaf.row
     try:
-        return torch.empty(0, dtype=row.torch, device=span.device).set_(
-            span.untyped_storage(), leaf.offset // leaf.row.itemsize, leaf.shape, leaf.strides
+        return (
+            torch.empty(0, dtype=torch.uint8, device=span.device)
+            .view(row.torch)
+            .set_(span.untyped_storage(), leaf.offset // leaf.row.itemsize, leaf.shape, leaf.strides)
         )
     except (RuntimeError, TypeError) as error:
         reraise_from_handler(error)

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.serializers.raw import Raw
 
 LIMIT = 20
 
@@ -372,6 +373,42 @@ def test_a_forked_child_narrows_and_restores_where_operations_are_deterministic(
     """torch fills what it makes then, by threads that are the parent's."""
     sent = torch.ones(512, 512)  # by these threads
     assert reap(in_child(lambda: _put_and_get_where_new_memory_is_filled(sent))) == 0
+
+
+def _send_four_bits_where_new_memory_is_filled() -> None:
+    torch.use_deterministic_algorithms(True)
+    four = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    tp.register_serializer(Plain())
+    for serializer in ("raw", "numpy", "plain"):  # torch itself cannot load an empty one
+        there = tp.Queue(serializer=serializer)
+        for sent in (four, [four, four], [four[:4], four[2:]], torch.empty(0, dtype=torch.uint8).view(four.dtype)):
+            try:
+                there.put(sent)
+            except tp.UnsupportedLeaf:
+                continue
+            came = there.get(timeout=LIMIT)
+            pairs = zip(sent, came, strict=True) if type(sent) is list else [(sent, came)]
+            assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+
+
+class Plain:
+    """A user's serializer."""
+
+    name, zero_copy = "plain", False
+
+    def encode(self, tensor: torch.Tensor) -> Any:
+        meta, payload = Raw().encode(tensor)
+        return meta, bytes(payload)
+
+    def decode(self, meta: Any, payload: memoryview) -> torch.Tensor:
+        return Raw().decode(meta, memoryview(bytearray(payload)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no such dtype")
+def test_where_operations_are_deterministic_serializers_can_be_registered_and_four_bits_sent() -> None:
+    """torch cannot fill new memory of that dtype."""
+    assert reap(in_child(_send_four_bits_where_new_memory_is_filled)) == 0
 
 
 class Image(torch.Tensor):

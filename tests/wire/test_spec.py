@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import random
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import zoo
 from exchange import join, round_trip
 
+import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.wire.flatten import flatten
 from tensorpipe_ipc.wire.rebuild import Plan
@@ -173,6 +175,37 @@ def test_whatever_a_class_raises_while_it_is_made_is_the_messages_fault(registry
     register_type(range, to=lambda of: (of.start, of.stop, of.step), from_=make)
     with pytest.raises(ProtocolError, match="from_ of 'range' raised SystemExit"):
         round_trip(range(3))
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, RuntimeError])
+def test_an_object_for_which_there_is_no_memory_comes_again(error: type[Exception], registry: None) -> None:
+    """Torch's own errors are RuntimeErrors, and say nothing of the message."""
+    lacks = [error, error]
+
+    def make(parts: Any) -> Any:
+        if lacks:
+            raise lacks.pop()("can't allocate memory")
+        return range(*parts)
+
+    register_type(range, to=lambda of: (of.start, of.stop, of.step), from_=make)
+    with tp.Consumer("makes", producers=1) as consumer, ThreadPoolExecutor(1) as other:
+        putting = other.submit(_put_and_flush, [torch.ones(2), range(3)])
+        tries = 0
+        while True:
+            try:
+                assert consumer.get(20)[1] == range(3)
+                break
+            except tp.OutOfMemory:
+                tries += 1
+        putting.result()
+    assert 0 < tries <= 2
+    assert not lacks
+
+
+def _put_and_flush(tree: Any) -> None:
+    with tp.Producer("makes") as producer:
+        producer.put(tree, 20)
+        producer.flush(20)
 
 
 def test_what_is_registered_anew_is_what_arrives_from_then_on(registry: None) -> None:
