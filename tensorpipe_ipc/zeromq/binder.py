@@ -232,7 +232,10 @@ class Binder(FrameSocket):
 
     def is_behind(self) -> bool:
         """See FrameSocket."""
-        return self._gate is not None and self._gate.is_behind
+        if self._gate is None:
+            return False
+        self._gate.answer()
+        return self._gate.is_behind
 
     def has_incoming(self) -> bool:
         """See FrameSocket. Beside a queue that always has messages nothing else finds that nothing more has come."""

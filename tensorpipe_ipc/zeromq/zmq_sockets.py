@@ -322,7 +322,7 @@ class FrameSocket:
         return False
 
     def is_behind(self) -> bool:
-        """Return whether more have knocked than one call answers, and some of them may wait."""
+        """Answer those who have knocked, and return whether there are more than one call answers: some of them may wait."""
         return False
 
     def has_incoming(self) -> bool:
