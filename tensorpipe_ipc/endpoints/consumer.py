@@ -383,7 +383,7 @@ class Consumer(End):
             if is_a_signals(error, error.__traceback__):
                 raise
             if lacks_memory(error):
-                raise OutOfMemory(str(_bare(error))) from None  # its traceback may have what was half made
+                raise MemoryError(str(_bare(error))) from None  # its traceback may have what was half made
             return _bare(error)
 
     def _tree_in(

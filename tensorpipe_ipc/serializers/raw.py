@@ -12,6 +12,7 @@ from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.serializers.base import OFFSETS, any_size, describe, has_memory, plain
 from tensorpipe_ipc.wire.metas import METAS, NUMPY_DIMS, TensorMeta
+from tensorpipe_ipc.wire.rebuild import empty
 
 __all__ = ["Raw"]
 
@@ -67,7 +68,7 @@ class Raw:
         if len(payload) != meta.nbytes or meta.dtype is None:
             raise ProtocolError(f"a payload of {len(payload)} bytes for a tensor of {meta.nbytes} ({meta!r})")
         if not meta.nbytes:
-            return torch.empty(0, dtype=torch.uint8, device="cpu").view(meta.dtype).reshape(meta.shape).detach()
+            return empty(meta.dtype, "cpu").reshape(meta.shape).detach()
         if payload.readonly:
             payload = memoryview(bytearray(payload))
         shape = meta.shape if meta.order is None else [meta.shape[dim] for dim in meta.order]

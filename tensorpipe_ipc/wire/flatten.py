@@ -47,7 +47,7 @@ class Flat(NamedTuple):
     nodes: list[int | None]  # ids of what may stand there twice, but tensors; None for what pickle keeps more of
     made: list[Any]  # for this tree alone: else the next object may have the same id
     by_to: bool  # see ``flatten``
-    few: bool
+    few: bool  # the same
 
     def is_plain(self, apart: bool) -> bool:
         """Return whether a copy of the tree is all that pickle would make of it.

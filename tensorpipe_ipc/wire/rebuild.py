@@ -28,7 +28,7 @@ from tensorpipe_ipc.wire.room import lacks_memory, see_room_to_take
 from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, METADATA, Op, Registered, is_too_nested
 from tensorpipe_ipc.wire.threads import alone_in_a_child
 
-__all__ = ["Plan", "array_of", "cloned"]
+__all__ = ["Plan", "array_of", "cloned", "empty"]
 
 Buffer = bytes | memoryview
 Build = Callable[[Iterator[torch.Tensor], Iterator[Any]], Any]
@@ -447,6 +447,13 @@ def _storage(leaf: torch.Tensor) -> torch.UntypedStorage:
 
 # Torch fills new memory of all dtypes but this where algorithms are to be deterministic.
 _NOT_FILLED = {getattr(torch, "float4_e2m1fn_x2", None)}
+
+
+def empty(dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor without items, also of a dtype of which torch makes none where algorithms are to be deterministic."""
+    if dtype in _NOT_FILLED:
+        return torch.empty(0, dtype=torch.uint8, device=device).view(dtype).detach()
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 @alone_in_a_child

@@ -32,7 +32,7 @@ from tensorpipe_ipc.wire.direct import mark, mark_all
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST, Dtype
 from tensorpipe_ipc.wire.layout import BULK, LEASE_FROM, layout, places_of
 from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, unpack_meta
-from tensorpipe_ipc.wire.rebuild import Plan, cloned
+from tensorpipe_ipc.wire.rebuild import Plan, cloned, empty
 from tensorpipe_ipc.wire.room import see_room_to_take
 from tensorpipe_ipc.wire.spec import MAX_NODES, Op
 
@@ -462,10 +462,8 @@ def _view(span: torch.Tensor, leaf: LeafMeta, *, restored: bool = False) -> torc
     assert leaf.row is not None
     row = leaf.own if restored and leaf.own is not None else leaf.row
     try:
-        return (
-            torch.empty(0, dtype=torch.uint8, device=span.device)
-            .view(row.torch)
-            .set_(span.untyped_storage(), leaf.offset // leaf.row.itemsize, leaf.shape, leaf.strides)
+        return empty(row.torch, span.device).set_(
+            span.untyped_storage(), leaf.offset // leaf.row.itemsize, leaf.shape, leaf.strides
         )
     except (RuntimeError, TypeError) as error:
         reraise_from_handler(error)

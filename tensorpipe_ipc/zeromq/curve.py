@@ -29,9 +29,8 @@ DOMAIN = b"tensorpipe_ipc"
 _HANDLER = "inproc://zeromq.zap.01"
 _AT_ONCE = 0.01  # seconds of answering in one go: who waits for a message has a timeout to keep
 _READING = 0.05  # seconds of reading knocks in one go, where a binder that computed for long finds thousands
-_KNOCKS = (
-    4096  # that are read and wait for an answer: of more, the oldest are dropped, and knock again if they still wait
-)
+# Knocks that are read and wait for an answer. Of more, the oldest are dropped: who still waits knocks again.
+_KNOCKS = 4096
 _REQUEST = 9  # frames: routing id, empty, version, request, domain, address, identity, mechanism, key
 _POLLIN, _EVENTS, _DO_NOT_WAIT = int(zmq.POLLIN), int(zmq.EVENTS), int(zmq.NOBLOCK)
 _YES, _NO = (b"200", b"OK", b"", b""), (b"400", b"not on the list", b"", b"")

@@ -195,7 +195,8 @@ def test_an_object_for_which_there_is_no_memory_comes_again(error: type[Exceptio
             try:
                 assert consumer.get(20)[1] == range(3)
                 break
-            except tp.OutOfMemory:
+            except tp.OutOfMemory as lack:
+                assert "a message from producer pid" in str(lack)
                 tries += 1
         putting.result()
     assert 0 < tries <= 2
