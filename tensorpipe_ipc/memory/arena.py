@@ -140,6 +140,7 @@ PURSE = 1 << 16  # bytes of growth for small blocks that are had at once
 STEP = 1 << 22  # bytes of pages that are made at once: a signal has the kernel begin anew
 PAUSES = (0.001, 0.002, 0.004, 0.0)  # seconds; others that are getting memory have it soon
 STOCK = 32  # small blocks that are made free ahead of need
+_OLD = 16  # times that four old blocks are looked at, if all were free
 RECENT = 32  # blocks in flight that are looked at first
 QUICK = 16  # size class up to which a free block is taken without a look at those that others have just freed
 TRIES = 4  # to have another process's block: others may be at it
@@ -434,32 +435,38 @@ class Arena(Extents):
     def reclaim_freed(self, kind: int) -> list[int]:
         """Look for blocks that others have freed. The list of free ones of that kind.
 
-        Blocks in flight are young, the last 32 that were taken, or old. All the young are looked at. Of the old, which
-        may be thousands under leases, four each time, in turn: so their number costs nothing, and a free one among them
-        is found within a quarter as many allocations.
+        Blocks in flight are young, the last 32 that were taken, or old. All the young are looked at. The old, which may be
+        thousands under leases, are looked at in turn, each time until four of them are busy, or 64 were free: so their number
+        costs nothing, and a free one among them is found within a quarter as many allocations.
         """
         free, recent, old = self.free[kind], self.recent[kind], self._older[kind]
         try:
             while len(recent) > RECENT:
                 old.append(recent.popleft())
             self._partition(kind, recent, len(recent))
-            if old:
-                self._partition(kind, old, min(len(old), 4))
+            for _ in range(_OLD):
+                before = len(old)
+                if not before or self._partition(kind, old, min(before, 4)):
+                    break
         except IndexError as error:  # another thread is at it, too
             reraise_from_handler(error)
         return free
 
-    def _partition(self, kind: int, blocks: deque[int], looks: int) -> None:
-        """Sort some blocks that were busy: those that are free go to the free ones.
+    def _partition(self, kind: int, blocks: deque[int], looks: int) -> bool:
+        """Sort some blocks that were busy: those that are free go to the free ones. Return whether any still is busy.
 
         Of an extent that another process has taken the states are not read, and its blocks dropped. Where it was given up,
         reading would make a page that is nobody's.
         """
         words, table, own, free = self.words, self.table, self.own[kind], self.free[kind]
+        is_any_busy = False
         for _ in range(looks):
             block = blocks.popleft()
             if words[table + (block >> 20)] == own:
-                (blocks if words[block >> 3] & HOLDER else free).append(block)
+                is_busy = words[block >> 3] & HOLDER
+                (blocks if is_busy else free).append(block)
+                is_any_busy = is_any_busy or bool(is_busy)
+        return is_any_busy
 
     def reclaim(self, kinds: Collection[int] | None = None) -> None:
         """Make the lists anew by the states of all own blocks: when there is no room, or extents have changed hands.
@@ -978,9 +985,9 @@ class Arena(Extents):
         return self.some_holders(math.inf)[0]
 
     def some_holders(self, seconds: float) -> tuple[dict[int, tuple[int, int]], bool]:
-        """Return the same, as far as is seen in so many seconds, and whether that is all."""
+        """Return the same, as far as is seen in so many seconds of this thread's own, and whether that is all."""
         counts, sums = np.zeros(ENDED + 1, np.int64), np.zeros(ENDED + 1, np.uint64)
-        until, incarnations = monotonic() + seconds, self.rows.incarnations()
+        until, incarnations = thread_time() + seconds, self.rows.incarnations()
         is_all = True
         for rows, of, payloads in self._in_use():
             if (incarnations[rows] != of).any():
@@ -988,7 +995,7 @@ class Arena(Extents):
                 rows[incarnations[rows] != of] = ENDED
             np.add.at(counts, rows, 1)
             np.add.at(sums, rows, payloads)
-            if monotonic() > until:
+            if thread_time() > until:
                 is_all = False
                 break
         return {row: (int(counts[row]), int(sums[row])) for row in np.flatnonzero(counts).tolist()}, is_all

@@ -190,6 +190,14 @@ class Leases:
                 return array
         return self._anchored(block, start, nbytes, nbytes, charge)
 
+    def lease_and_state(self, block: int, start: int, nbytes: int) -> tuple[Octets, int] | None:
+        """Return a lease as ``lease`` does, with the state that its block is to have; None where it is none of this block."""
+        array, anchor = self.lease(block, start, nbytes), self.live.get(block >> 3)
+        if array is None or anchor is None:
+            return None
+        is_of_this = anchor() is array
+        return (array, anchor.held) if is_of_this else None
+
     def lease_anyway(self, block: int, start: int, nbytes: int) -> Octets:
         """Return the bytes of a large block as ``lease`` does, beyond the budget: there is no memory for a copy of them."""
         return self._anchored(block, start, nbytes, nbytes, self._charge(block, start, nbytes))

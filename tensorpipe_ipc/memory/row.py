@@ -105,10 +105,10 @@ class Operation:
         credit, ticket, given: index of the (first) word for a credit taken, a ticket taken or given, a credit given.
         tally: index of the word that counts; of single operations.
         tally_before: what it was when this process took the operation over.
-        counters: index of the first of the four words that tell onlookers what was done with it.
+        counters: index of the first of the four words that tell what this process did with it.
         hazard: index of the word that names the extent which it takes a block from.
+        indices: ``credit``, ``ticket``, ``given``, ``counters`` and ``hazard``.
         credit_buffers, ticket_buffers, given_buffers: the same for ``os.readv`` and ``os.writev``.
-        messages, nbytes: what this process did with it, for ``statistics()``.
         block: of a put, the one that it has just taken, and that is nowhere else on record; 0: none.
         blocks: of a batch, those that were filled, and that its words do not name yet.
         waiting: of a get, how many of its tickets were set aside and are not served yet.
@@ -125,9 +125,8 @@ class Operation:
         "given",
         "given_buffers",
         "hazard",
+        "indices",
         "is_credited",
-        "messages",
-        "nbytes",
         "purpose",
         "size",
         "tally",
@@ -140,10 +139,11 @@ class Operation:
     def __init__(self, segment: Segment, record: Record) -> None:
         self.purpose, self.size, self.tally = record.purpose_word, record.size, record.tally
         self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
-        self.messages = self.nbytes = self.tally_before = self.block = self.waiting = 0
+        self.tally_before = self.block = self.waiting = 0
         self.blocks: list[int] = []
         self.is_credited = False
         self.counters, self.hazard = record.counters, record.hazard
+        self.indices = self.credit, self.ticket, self.given, self.counters, self.hazard
         octets = memoryview(segment.memory)
         self.credit_buffers, self.ticket_buffers, self.given_buffers = (
             [octets[8 * word : 8 * (word + record.size)]] for word in (self.credit, self.ticket, self.given)

@@ -522,7 +522,6 @@ class Rows:
             return self.operation(queue, direction, size)
         words, first = self.words, operation.counters
         words[operation.purpose] = purpose
-        operation.messages = operation.nbytes = 0
         words[first : first + 4] = _NO_COUNTS
         operation.tally_before = words[operation.tally] if size == 1 else 0
         return operation

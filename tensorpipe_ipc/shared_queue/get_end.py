@@ -1,6 +1,6 @@
 """The end that gets: ticket -> content -> credit -> HELD or FREE. Its steps, G1 to G7, are numbered in recovery.py.
 
-An exception (a signal handler's, at any point) leaves what was taken on record, and ``_see_to`` sees to it: see open_queue.py.
+An exception (a signal handler's, at any point) leaves what was taken on record, and ``see_to`` sees to it: see open_queue.py.
 As long as a message's block was not let go, the message is set aside for the next get, unless it is broken. After that it is
 lost, and counted, as if the process had died there.
 """
@@ -41,7 +41,7 @@ from tensorpipe_ipc.memory.leases import LEAST, Octets, keeping, settle_kept
 from tensorpipe_ipc.memory.row import BATCH, GET, Operation, Record
 from tensorpipe_ipc.memory.segment import GROWN
 from tensorpipe_ipc.shared_queue import tasks
-from tensorpipe_ipc.shared_queue.open_queue import Aside, OpenQueue
+from tensorpipe_ipc.shared_queue.open_queue import IN_A_FORK, Aside, OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import TOLD
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, LAST_DOORBELL, SHUT, Buffers
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt, Seen
@@ -49,7 +49,7 @@ from tensorpipe_ipc.wire.in_block import A_PICKLE
 from tensorpipe_ipc.wire.layout import LEASE_FROM
 from tensorpipe_ipc.wire.room import lacks_memory, made_with_room, see_room_to_take
 
-__all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
+__all__ = ["BeginAnew", "COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
 
 COPY, LEASE = 1 << 62, 1  # in its place: never a lease; always one, or an error
 _TRIES = 8  # to decode a message
@@ -84,6 +84,7 @@ class GetEnd:
 
     Attributes:
         credits_what_is_made: whether a message's place is given back once it was made, and not once it was taken.
+        singles, batches: spare operations. The compiled path takes them, too.
         spin: seconds for which a get looks for a message before it sleeps.
         undecodable: messages that this process dropped, as decoding them failed.
         lost: messages that this process lost, as an exception came when their blocks had been let go.
@@ -105,8 +106,9 @@ class GetEnd:
         self._forget()
 
     def _forget(self) -> None:
-        self._singles, self._batches = list[Operation](), list[Operation]()  # spare ones
-        self._spare = {1: self._singles, BATCH: self._batches}
+        self.singles, self.batches = list[Operation](), list[Operation]()  # spare ones
+        self._spare = {1: self.singles, BATCH: self.batches}
+        self.stopped = list[StopIteration]()  # of objects, that the compiled path could not raise
         self.undecodable = self.lost = 0
 
     @property
@@ -136,6 +138,8 @@ class GetEnd:
             # target stands.
             deadline = timeout and monotonic() + timeout
             while True:
+                if self.stopped:
+                    raise self.stopped.pop()
                 try:
                     if queue.aside or queue.unfinished:
                         queue.take_up()
@@ -145,7 +149,7 @@ class GetEnd:
                         if message is not _NOTHING:
                             return message
                     return self._get(deadline, decode, lease_from)
-                except _Again:
+                except BeginAnew:
                     continue
         except BaseException:
             self._tell_of_left()
@@ -174,26 +178,36 @@ class GetEnd:
         if self.holds_back:
             self._ring_doorbell_if_polled()
 
-    def _get(self, deadline: float | None, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
+    def _get(
+        self,
+        deadline: float | None,
+        decode: Decode,
+        lease_from: int = LEASE_FROM,
+        taken: list[Operation] | None = None,
+    ) -> Any:
         """G1 to G7, in one function, so that one handler sees every exception together with all that is known.
 
         Args:
             deadline: on ``time.monotonic``'s clock; None: none; 0: now; or ``_PIPED``.
+            taken: has an operation whose ticket was taken (G1), as long as this has not begun.
         """
         queue = self._queue
-        if keeping:
+        if keeping and taken is None:
             settle_kept()
-        if self.words[GROWN]:  # here: one that always finds a message never waits
+        if taken is None and self.words[GROWN]:  # here: one that always finds a message never waits
             self.attachment.mind_idle()
         try:
-            operation = self._singles[-1]
-            del self._singles[-1]
+            spares = self.singles if taken is None else taken
+            operation = spares[-1]
+            del spares[-1]
         except IndexError:
             operation = queue.operation(GET)
         process = queue.process
         try:
             words = self.words
-            if self.spin and self._spin(operation.ticket_buffers):
+            if taken is not None:
+                pass
+            elif self.spin and self._spin(operation.ticket_buffers):
                 pass
             elif deadline is None and not (words[self._watch] or words[self._spilled] or keeping):
                 if not (words[GROWN] and self._waits_in_read) or not self._take_idly(operation.ticket_buffers):
@@ -205,7 +219,7 @@ class GetEnd:
             if ticket <= LAST_DOORBELL:
                 self._hear(ticket)
                 words[operation.ticket] = 0
-                raise _Again
+                raise BeginAnew
             if words[self._watch]:
                 self._tell_of_more()
             word = self.word_of(ticket)
@@ -230,17 +244,40 @@ class GetEnd:
             operation.is_credited = False
             if self._has_tasks:
                 words[operation.tally] -= 1  # J4
-            counted = operation.messages = operation.messages + 1
-            words[operation.counters] = counted
-            counted = operation.nbytes = operation.nbytes + nbytes & _WORD
-            words[operation.counters + 1] = counted
-            self._singles += (operation,)
+            words[operation.counters] += 1
+            words[operation.counters + 1] = words[operation.counters + 1] + nbytes & _WORD
+            self.singles += (operation,)
             return message
         except BaseException as error:
             if process == queue.process:
-                queue.unfinished += ([self._see_to, operation, None, error],)  # before any call
+                queue.unfinished += ([self.see_to, operation, None, error],)  # before any call
                 queue.take_up()
             raise
+
+    def get_taken(self, taken: list[Operation], decode: Decode) -> Any:
+        """Go on with a get of the compiled path, or a get_many, which has taken tickets and left the rest.
+
+        Args:
+            taken: the operation; it is in here until this sees to it.
+            decode: as for ``get``.
+
+        Raises:
+            As ``get`` does. ``BeginAnew``: it was no message.
+        """
+        if taken[0] not in self._queue.operations:
+            raise RuntimeError(IN_A_FORK)
+        try:
+            if taken[0].size == 1:
+                return self._get(None, decode, LEASE_FROM, taken)
+            return self._get_many(BATCH, None, decode, LEASE_FROM, taken)
+        except BaseException:
+            self._tell_of_left()
+            raise
+
+    def take_up(self) -> None:
+        """After an exception within the compiled path: see to what it took, and have it got again."""
+        self._queue.take_up()
+        self._tell_of_left()
 
     def get_many(
         self, most: int, timeout: float | None = None, decode: Decode = Message, lease_from: int = LEASE_FROM
@@ -258,37 +295,50 @@ class GetEnd:
         try:
             deadline = timeout and monotonic() + timeout  # within the try, as in get
             while True:
-                if self._has_tasks or most == 1 or self.holds_back:
+                if self._has_tasks or most == 1 or self.holds_back or self.stopped:
                     return [self.get(deadline and max(0, deadline - monotonic()), decode, lease_from)]
                 try:
                     return self._get_many(min(most, BATCH), deadline, decode, lease_from)
-                except _Again:
+                except BeginAnew:
                     continue
         except BaseException:
             self._tell_of_left()
             raise
 
-    def _get_many(self, most: int, deadline: float | None, decode: Decode, lease_from: int) -> list[Any]:
+    def _get_many(
+        self,
+        most: int,
+        deadline: float | None,
+        decode: Decode,
+        lease_from: int,
+        taken: list[Operation] | None = None,
+    ) -> list[Any]:
         queue, messages = self._queue, list[Any]()
-        if keeping:
+        if keeping and taken is None:
             settle_kept()
-        if self.words[GROWN]:  # as in _get
+        if taken is None and self.words[GROWN]:  # as in _get
             self.attachment.mind_idle()
-        operation = queue.batch(GET, self._batches)
-        if operation is None:
-            return [self._get(deadline, decode, lease_from)]
+        if taken is None:
+            operation = queue.batch(GET, self.batches)
+            if operation is None:
+                return [self._get(deadline, decode, lease_from)]
+        else:
+            operation = taken[-1]
+            del taken[-1]
         process = queue.process
         try:
             words, given = self.words, operation.given
             buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
-            if deadline is None and not (words[self._watch] or words[self._spilled] or keeping):
+            if taken is not None:
+                count = BATCH
+            elif deadline is None and not (words[self._watch] or words[self._spilled] or keeping):
                 count = self._take_idly(buffers) if words[GROWN] else 0
                 count = count or os.readv(self._read_end, buffers) >> 3  # G1
             else:
                 count = self._wait(operation, buffers, deadline, decode)
             found = self._tickets_in(operation, count)
             if not found:
-                raise _Again
+                raise BeginAnew
             if words[self._watch]:
                 self._tell_of_more()
             blocks = [self.word_of(words[operation.ticket + i]) for i in found]
@@ -311,25 +361,24 @@ class GetEnd:
             done = blocks[: len(messages)]
             nbytes, rest = sum(words[word + NBYTES] for word in done), found[len(messages) :]
             left = [Aside(operation, i) for i in rest]
-            taken, waiting, stop = len(done), len(left), rest[0] if rest else count
+            got, waiting, stop = len(done), len(left), rest[0] if rest else count
             if left:
                 self._ring_doorbell_if_polled()
             for word in done:
                 self._let_go(word)  # G5
             words[operation.ticket : operation.ticket + stop] = _ZEROS[:stop]  # G6; from here on there is no call
             words[given : given + stop] = _ZEROS[:stop]  # G7
-            operation.messages += taken
-            operation.nbytes = operation.nbytes + nbytes & _WORD
-            words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
+            words[operation.counters] += got
+            words[operation.counters + 1] = words[operation.counters + 1] + nbytes & _WORD
             operation.waiting = waiting
             queue.aside += left
             if not waiting:
                 operation.is_credited = False
-                self._batches += (operation,)
+                self.batches += (operation,)
             return messages
         except BaseException as error:
             if process == queue.process:
-                queue.unfinished += ([self._see_to, operation, None, error],)  # before any call
+                queue.unfinished += ([self.see_to, operation, None, error],)  # before any call
                 queue.take_up()
             raise
 
@@ -367,14 +416,14 @@ class GetEnd:
                 buffers, deadline, self._look_again if deadline is None else self._look_for_the_end
             )
         if taken < 0 and decode is not _drop:  # early: what is in the pipe goes first
-            raise _Again(self.tickets.unread())
+            raise BeginAnew(self.tickets.unread())
         if not taken:
             raise Empty("no message came in time")
         return abs(taken)
 
     def _look_for_the_end(self) -> None:
         if self.words[self.record.shut]:
-            raise _Again
+            raise BeginAnew
         self.leases.settle(at_once=False)
         settle_kept()
         self.attachment.mind_idle(waits=True)
@@ -384,7 +433,7 @@ class GetEnd:
         settle_kept()
         self.attachment.mind_idle(waits=True)
         if self.words[self.record.shut] or not (self.words[self._watch] or self.words[self._spilled] or keeping):
-            raise _Again
+            raise BeginAnew
 
     def _tell_of_more(self) -> None:
         """After a taking, where the log was used: see to it that others, and ``fileno``, hear of what is left."""
@@ -409,7 +458,7 @@ class GetEnd:
         while self.words[GROWN] and not keeping and not pipe.poll(0 if arena.is_giving_back else 1000 * arena.rest):
             self.attachment.mind_idle(waits=True)
         if keeping:  # such a wait is cut into slices after all
-            raise _Again
+            raise BeginAnew
         return 0
 
     def _spin(self, buffers: Buffers) -> bool:
@@ -541,7 +590,7 @@ class GetEnd:
         if self.leases.early:
             self.leases.early.pop(word, None)
 
-    def _see_to(self, entry: list[Any]) -> None:
+    def see_to(self, entry: list[Any]) -> None:
         """See to the tickets that an exception left with this process: each message comes again, is dropped, or is lost.
 
         Args:
@@ -556,7 +605,7 @@ class GetEnd:
         is_credited = operation.is_credited or (aside is not None and aside.is_credited)
         was_made = not (gives_first and isinstance(error, SharedMemoryError) and not is_credited)
         is_failure = was_made and not (
-            isinstance(error, (_Again, _NoLease, _NoCredit)) or passed_a_handler(error.__traceback__)
+            isinstance(error, (BeginAnew, _NoLease, _NoCredit)) or passed_a_handler(error.__traceback__)
         )
         tries = taken[0].tries + is_failure if taken else 0
         is_broken = is_failure and (tries >= _TRIES or not _may_pass(error))
@@ -568,7 +617,7 @@ class GetEnd:
                 left.append(each)
             else:
                 ended.append((each, _LOST))
-        before = error.before if isinstance(error, _Again) else 0
+        before = error.before if isinstance(error, BeginAnew) else 0
         if left and left[0] is taken[0]:
             left[0].tries, left[0].before = tries, before
         entries, count = [[self._end_aside, each, fate] for each, fate in ended], len(taken)
@@ -590,7 +639,7 @@ class GetEnd:
         """End the get of a message that nobody receives, as the recovering process would. It may be called again.
 
         Raises:
-            InDoubt: as ``_see_to`` does.
+            InDoubt: as ``see_to`` does.
         """
         words, operation, i = self.words, aside.operation, aside.index
         ticket, given = words[operation.ticket + i], operation.given + i
@@ -671,7 +720,7 @@ class GetEnd:
                 return self._serve(aside, decode, lease_from)
             except BaseException as error:
                 if process == queue.process:
-                    queue.unfinished += ([self._see_to, aside.operation, aside, error],)  # before any call
+                    queue.unfinished += ([self.see_to, aside.operation, aside, error],)  # before any call
                     queue.take_up()
                 raise
         return _NOTHING
@@ -701,9 +750,8 @@ class GetEnd:
         words[given] = 0  # G7
         if self._has_tasks:
             words[operation.tally] -= 1  # J4
-        operation.messages += 1
-        operation.nbytes = operation.nbytes + nbytes & _WORD
-        words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
+        words[operation.counters] += 1
+        words[operation.counters + 1] = words[operation.counters + 1] + nbytes & _WORD
         operation.waiting -= 1
         if not operation.waiting:
             operation.is_credited = False
@@ -755,7 +803,7 @@ class GetEnd:
                     words[done] += 2  # with no call since it was taken
                 else:
                     self._get_many(BATCH, 0, _drop, COPY)
-            except _Again:
+            except BeginAnew:
                 continue
             except ShutDown:
                 return
@@ -793,7 +841,7 @@ class _NoCredit(SharedMemoryError):
     """A message's place cannot be given back now. That is no fault of the message."""
 
 
-class _Again(Exception):
+class BeginAnew(Exception):
     """There was nothing to deliver, but it is not time to wait either.
 
     Attributes:

@@ -39,7 +39,9 @@ from tensorpipe_ipc.shared_queue.tasks import Tasks
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
 from tensorpipe_ipc.shared_queue.tokens import InDoubt, QueueHandle
 
-__all__ = ["Aside", "OpenQueue"]
+__all__ = ["IN_A_FORK", "Aside", "OpenQueue"]
+
+IN_A_FORK = "a child that was forked in the middle of a call has returned into it"
 
 
 class _Turn:

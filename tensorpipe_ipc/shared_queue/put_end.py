@@ -41,7 +41,7 @@ from tensorpipe_ipc.memory.leases import Handover, keeping
 from tensorpipe_ipc.memory.row import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.memory.segment import LOOKS, PAGE_LOCKED
 from tensorpipe_ipc.shared_queue import tasks
-from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
+from tensorpipe_ipc.shared_queue.open_queue import IN_A_FORK, OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, SLICE, Buffers, TokenPipe
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, Seen
@@ -85,6 +85,8 @@ class PutEnd:
         waits, seconds_waited: of this process's puts, for room.
         beyond: how many messages of any size this process lets wait in the queue before it puts none beyond the capacity.
         names_holders: whether Full says who holds what, but for want of a place to a put that does not wait.
+        singles, batches: spare operations. The compiled path takes them, too.
+        backlog: own tickets in the spill log.
     """
 
     beyond = 1
@@ -102,10 +104,10 @@ class PutEnd:
         self._forget()
 
     def _forget(self) -> None:
-        self._singles, self._batches = list[Operation](), list[Operation]()  # spare ones
-        self._spare = {1: self._singles, BATCH: self._batches}
+        self.singles, self.batches = list[Operation](), list[Operation]()  # spare ones
+        self._spare = {1: self.singles, BATCH: self.batches}
         self._handovers: dict[int, Handover] = {}  # by the word of the operation that puts a held block
-        self._backlog: deque[int] = deque()  # own tickets in the spill log
+        self.backlog: deque[int] = deque()  # own tickets in the spill log
         self.waits, self.seconds_waited = 0, 0.0
 
     def put(self, payload: Payload, metadata: bytes = b"", timeout: float | None = None) -> None:
@@ -127,8 +129,8 @@ class PutEnd:
         if self.words[self._shut]:  # before a copy is made
             self._refuse_if_shut()
         try:
-            operation = self._singles[-1]
-            del self._singles[-1]
+            operation = self.singles[-1]
+            del self.singles[-1]
         except IndexError:
             operation = queue.operation(PUT)
         process = queue.process
@@ -153,11 +155,62 @@ class PutEnd:
                 queue.unfinished += ([self._finish, operation],)  # before any call
                 queue.take_up()
             raise
-        counted = operation.messages = operation.messages + 1
-        words[operation.counters] = counted
-        counted = operation.nbytes = operation.nbytes + nbytes
-        words[operation.counters + 1] = counted
-        self._singles.append(operation)
+        words[operation.counters] += 1
+        words[operation.counters + 1] += nbytes
+        self.singles.append(operation)
+
+    def send_taken(self, taken: list[Operation], size: tuple[int, int]) -> None:
+        """Go on with a put of the compiled path from P4 on: there is a log, or the pipe is full, or the queue is shut down.
+
+        Args:
+            taken: the operation; it is in here until this sees to it.
+            size: how many messages it has, and the bytes of their payloads.
+
+        Raises:
+            ShutDown: as ``put`` does.
+        """
+        count, nbytes = size
+        operation, queue, words, process = taken[0], self._queue, self.words, self._queue.process
+        if operation not in queue.operations:
+            raise RuntimeError(IN_A_FORK)
+        operation.is_credited = self.credits is not None  # it has taken what it needs, for all its messages
+        try:
+            del taken[0]
+            self._send_many(operation, words[operation.ticket : operation.ticket + count].tolist())
+        except BaseException:
+            if process == queue.process:  # as in put
+                queue.unfinished += ([self._finish, operation],)  # before any call
+                queue.take_up()
+            raise
+        words[operation.counters] += count
+        words[operation.counters + 1] += nbytes
+        self._spare[operation.size].append(operation)
+
+    def finish_sent(self, entry: list[Any]) -> None:
+        """As ``_finish``, after an exception on the way to ``send_taken``."""
+        entry[1].is_credited = self.credits is not None
+        self._finish(entry)
+
+    def _send_many(self, operation: Operation, tickets: list[int]) -> None:
+        """As ``_send``, of several messages, whose tickets the operation's words name."""
+        words = self.words
+        if words[self._shut]:
+            self._refuse_if_shut()
+        for ticket in tickets:
+            words[ticket >> 32 << SMALLEST - 3] = ticket % GENERATIONS << GENERATION_AT | self.arena.queued  # P5
+        buffers = [operation.ticket_buffers[0][: 8 * len(tickets)]]
+        if self.tickets.spills:
+            self._give_or_spill(buffers, tickets)
+        else:
+            if words[self._shut]:  # as in _send
+                self._refuse_if_shut()
+            try:
+                os.writev(self._tickets_fd, buffers)  # P6
+            except BlockingIOError:
+                raise self._full_of_doorbells() from None
+        for i in range(len(tickets)):
+            words[operation.credit + i] = 0  # P7
+            words[operation.ticket + i] = 0  # P8
 
     def _send(self, operation: Operation, word: int, generation: int) -> None:
         """The block is filled, and the operation's word names it: what remains, P5 to P8."""
@@ -213,7 +266,7 @@ class PutEnd:
             self._refuse_if_shut()
         deadline = None if timeout is None else monotonic() + timeout
         words, count, process = self.words, len(messages), queue.process
-        operation = None if self._has_tasks else queue.batch(PUT, self._batches)  # last: no exception takes it away
+        operation = None if self._has_tasks else queue.batch(PUT, self.batches)  # last: no exception takes it away
         if operation is None:  # only single operations count tasks
             self.put(*messages[0], timeout)
             return 1
@@ -237,23 +290,7 @@ class PutEnd:
             for i in range(len(tickets)):
                 words[operation.ticket + i] = tickets[i]  # P4
             operation.blocks = []
-            if words[self._shut]:
-                self._refuse_if_shut()
-            for ticket in tickets:
-                words[ticket >> 32 << SMALLEST - 3] = ticket % GENERATIONS << GENERATION_AT | self.arena.queued  # P5
-            buffers = [operation.ticket_buffers[0][: 8 * len(tickets)]]
-            if self.tickets.spills:
-                self._give_or_spill(buffers, tickets)
-            else:
-                if words[self._shut]:  # as in _send
-                    self._refuse_if_shut()
-                try:
-                    os.writev(self._tickets_fd, buffers)  # P6
-                except BlockingIOError:
-                    raise self._full_of_doorbells() from None
-            for i in range(len(tickets)):
-                words[operation.credit + i] = 0  # P7
-                words[operation.ticket + i] = 0  # P8
+            self._send_many(operation, tickets)
             if self.credits is not None and len(tickets) < count:
                 self._give_unused(operation, len(tickets), count)
             count = len(tickets)
@@ -262,10 +299,9 @@ class PutEnd:
                 queue.unfinished += ([self._finish, operation],)  # before any call
                 queue.take_up()
             raise
-        operation.messages += count
-        operation.nbytes += nbytes
-        words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
-        self._batches.append(operation)
+        words[operation.counters] += count
+        words[operation.counters + 1] += nbytes
+        self.batches.append(operation)
         return count
 
     def put_held(self, handover: Handover, metadata: bytes, timeout: float | None = None) -> bool:
@@ -292,8 +328,8 @@ class PutEnd:
         if not self.arena.reach(handover.word << 3, at + len(metadata)):
             return False
         try:
-            operation = self._singles[-1]
-            del self._singles[-1]
+            operation = self.singles[-1]
+            del self.singles[-1]
         except IndexError:
             operation = queue.operation(PUT)
         is_seen_to, process = False, queue.process
@@ -321,10 +357,9 @@ class PutEnd:
             if isinstance(error, _MayNotLeave):
                 return False
             raise
-        operation.messages += 1
-        operation.nbytes += handover.nbytes
-        words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
-        self._singles.append(operation)
+        words[operation.counters] += 1
+        words[operation.counters + 1] += handover.nbytes
+        self.singles.append(operation)
         return True
 
     def _hand_over(self, operation: Operation, handover: Handover, metadata: bytes, at: int, credit: int) -> None:
@@ -433,8 +468,7 @@ class PutEnd:
         # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
         free = arena.free[size_class]
         if size_class > QUICK or not free:
-            self.attachment.mind_idle()
-            arena.reclaim_freed(size_class)
+            self.look_for_freed(size_class)
         if free:  # last: no other thread may take the last one since
             block = free[-1]
             del free[-1]
@@ -487,6 +521,11 @@ class PutEnd:
                 return block
             time.sleep(min(step, left))
         return 0
+
+    def look_for_freed(self, size_class: int) -> None:
+        """Look for blocks that others have freed; and give back memory that lies idle."""
+        self.attachment.mind_idle()
+        self.arena.reclaim_freed(size_class)
 
     def _wait_for_block(
         self, nbytes: int, deadline: float | None, taker: Operation | Taker, *, force: bool = True
@@ -557,7 +596,7 @@ class PutEnd:
 
     def _give_or_spill(self, buffers: Buffers, tickets: Iterable[int]) -> None:
         """Order is kept by spilling as long as an own spilled ticket waits: token_pipe.py, rule 1."""
-        backlog = self._backlog
+        backlog = self.backlog
         # There may be a million. What is left is looked at by later puts, which spill until then: that is never wrong.
         for _ in range(_LOOKS):
             if not backlog:

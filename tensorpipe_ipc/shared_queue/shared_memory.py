@@ -42,6 +42,7 @@ class SharedMemoryQueue:
         gets_by: what gets from it.
         waits_in_read: whether get without a timeout waits in a plain blocking read.
         puts, gets: its ends, and what this process counts at each. Their methods are the queue's, too.
+        opened: what its ends share.
         attachment, arena, rows, leases, words, number, record, tickets, credits: see OpenQueue.
     """
 
@@ -50,7 +51,8 @@ class SharedMemoryQueue:
     waits_in_read = True
 
     def __init__(self, queue: OpenQueue) -> None:
-        self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
+        self.opened = queue
+        self.attachment, self.arena, self.rows = queue.attachment, queue.arena, queue.rows
         self.leases, self.words, self.number, self.record = queue.leases, queue.words, queue.number, queue.record
         self.tickets, self.credits = queue.tickets, queue.credits
         self.puts, self.gets = puts, gets = PutEnd(queue), self.gets_by(queue)
@@ -67,7 +69,7 @@ class SharedMemoryQueue:
     @property
     def tasks(self) -> Tasks:
         """Return which of its messages are not dealt with, if it can be joined."""
-        return self._queue.tasks
+        return self.opened.tasks
 
     @classmethod
     def create(cls, attachment: Attachment, maxsize: int = 0, *, tasks: bool = False) -> SharedMemoryQueue:
@@ -101,8 +103,8 @@ class SharedMemoryQueue:
             drop: drop what waits, so that gets are refused at once.
         """
         self.attachment.attach()
-        self.attachment.shutdown.begin(self._queue.handle, drop=drop)
-        self.attachment.shutdown.settle_puts(self._queue.handle, self.attachment.recover_dead)
+        self.attachment.shutdown.begin(self.opened.handle, drop=drop)
+        self.attachment.shutdown.settle_puts(self.opened.handle, self.attachment.recover_dead)
         if drop:
             self.gets.drop_all()
 
@@ -118,7 +120,7 @@ class SharedMemoryQueue:
             nonlocal looks
             looks = self.attachment.recover_in_turn(looks)
             self.attachment.mind_idle(waits=True)
-            self._queue.take_up()
+            self.opened.take_up()
             if self.words[self.record.dropped]:
                 self.gets.drop_all()
 
@@ -126,20 +128,21 @@ class SharedMemoryQueue:
 
     def done(self, direction: int) -> tuple[int, int]:
         """Messages and bytes of payload that this process has put, or got."""
-        operations = [each for each in self._queue.operations if self.words[each.purpose] & 0xFF == direction]
-        return sum(each.messages for each in operations), sum(each.nbytes for each in operations)
+        words = self.words
+        counters = [each.counters for each in self.opened.operations if words[each.purpose] & 0xFF == direction]
+        return sum(words[first] for first in counters), sum(words[first + 1] for first in counters)
 
     def close(self) -> None:
         """This process has the queue no more. What was received stays; what waits is for others to get, if there are any.
 
         In a fork that has not been told yet it does nothing: all that the queue has begun is its parent's.
         """
-        queue = self._queue
+        queue = self.opened
         if queue.process != os.getpid():
             return
         if queue.is_open and self.attachment.queues.get(self.number, queue.handle) is queue.handle:
             self.gets.give_up()
-            self._queue.close()
+            self.opened.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # else modules are half gone, and the kernel takes all back in a moment
@@ -148,4 +151,4 @@ class SharedMemoryQueue:
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return SharedMemoryQueue, (self._queue,)
+        return SharedMemoryQueue, (self.opened,)

@@ -24,7 +24,7 @@ from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH
 from tensorpipe_ipc.wire.room import lacks_room
 from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, MAX_TEXT, METADATA, Op, is_too_nested
 
-__all__ = ["Flat", "flatten", "kinds_of", "leaf_path", "may_be_tree"]
+__all__ = ["KEYS", "Flat", "flatten", "kinds_of", "leaf_path", "may_be_tree"]
 
 _U16 = struct.Struct("<H")
 _COUNT = struct.Struct("<BI")
@@ -145,7 +145,7 @@ def _see_few(flat: Flat, items: Iterable[Any], count: int) -> None:
 def _walk_dict(node: dict[Any, Any], flat: Flat, depth: int) -> None:
     if flat.few and len(node) > _FEW:
         _see_few(flat, node.values(), len(node))
-    keys = [_KEYS.get(key) if type(key) is str else None for key in node]
+    keys = [KEYS.get(key) if type(key) is str else None for key in node]
     flat.spec.append(
         _COUNT.pack(Op.DICT, len(node))
         + b"".join([known or _pack_key(key, flat) for known, key in zip(keys, node, strict=True)])
@@ -230,7 +230,7 @@ def _walk_other(node: Any, flat: Flat, depth: int) -> None:
             raise error.within(f".{field}") from None
 
 
-_KEYS: dict[str, bytes] = {}
+KEYS: dict[str, bytes] = {}  # packed, of short ones
 _KEYS_LIMIT = 1 << 14  # a stream has few keys; one of ever new keys starts over instead of growing
 
 
@@ -245,9 +245,9 @@ def _pack_key(key: Any, flat: Flat) -> bytes:
         raise UnsupportedLeaf(f"a dict key of {len(data):,} bytes that is too long for a tuple; send a str or bytes")
     packed = _U16.pack(len(data)) + data
     if type(key) is str and len(data) <= 64:
-        if len(_KEYS) >= _KEYS_LIMIT:
-            _KEYS.clear()
-        _KEYS[key] = packed
+        if len(KEYS) >= _KEYS_LIMIT:
+            KEYS.clear()
+        KEYS[key] = packed
     return packed
 
 

@@ -27,14 +27,14 @@ from tensorpipe_ipc.wire.schema import SPAN
 from tensorpipe_ipc.wire.sharing import Sharing, storages_of
 from tensorpipe_ipc.wire.spec import Op
 
-__all__ = ["Encoder", "EncodedMessage", "encode", "schema_of_one", "see_that_it_tells"]
+__all__ = ["EncodedMessage", "Encoder", "encode", "encode_values", "schema_of_one", "see_that_it_tells"]
 
 _U32 = struct.Struct("<I")
 _NO_SPANS_ONE_LEAF = _U32.pack(0) + _U32.pack(1)
 _ONE_TENSOR = bytes([Op.TENSOR])
 MAX_VALUES = MAX_HEADER // 2  # the other half is the schema's, whose nodes are counted
 _SHORT_SPEC = 4096  # bytes: longer ones are not kept
-_encode_values = msgspec.msgpack.Encoder().encode
+encode_values = msgspec.msgpack.Encoder().encode
 
 
 class Encoder(Protocol):
@@ -134,7 +134,7 @@ def encode(
         )
     flat = flatten(tree) if flat is None else flat
     leaves = flat.leaves
-    values = _encode_values(flat.values) if flat.values else instead
+    values = encode_values(flat.values) if flat.values else instead
     if len(values) > MAX_VALUES:
         raise UnsupportedLeaf(
             f"{len(values):,} bytes of text and numbers, the limit is {MAX_VALUES:,}; send long text as bytes"

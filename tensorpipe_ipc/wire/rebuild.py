@@ -78,6 +78,18 @@ class Plan:
             self._kinds = kinds  # whole: another thread may ask meanwhile, and an exception may come
         return self._kinds
 
+    @property
+    def spec(self) -> bytes:
+        """Return the spec."""
+        return bytes(self._spec)
+
+    def plain_dicts(self) -> tuple[dict[str, None], ...] | None:
+        """Return the dicts, in order, with their keys alone, if there is nothing but plain tensors, values, None, lists,
+        tuples, and dicts with str keys, each once; None if there is anything else."""
+        dicts = list[dict[str, None]]()
+        at = _see_plain(self.spec, 0, dicts)
+        return tuple(dicts) if at == len(self._spec) else None
+
     def build(self, leaves: Sequence[torch.Tensor], values: Sequence[Any], *, as_numpy: bool = False) -> Any:
         """Put a tree together.
 
@@ -109,6 +121,30 @@ class Plan:
             raise ProtocolError(
                 f"a leaf or value does not fit its place in the tree: {str(error)[:_MOST_SAID]}"
             ) from None
+
+
+def _see_plain(spec: bytes, at: int, dicts: list[dict[str, None]]) -> int:
+    """Return where a node ends that ``_Walk`` has checked, and add its dicts; -1 if it is not plain."""
+    op, at = spec[at], at + 1
+    if op in (Op.NONE, Op.VALUE, Op.TENSOR):
+        return at
+    if op not in (Op.LIST, Op.TUPLE, Op.DICT):
+        return -1
+    count, at = int.from_bytes(spec[at : at + 4], "little"), at + 4
+    own = []
+    for _ in range(count if op == Op.DICT else 0):
+        end = at + 2 + int.from_bytes(spec[at : at + 2], "little")
+        own.append(msgspec.msgpack.decode(spec[at + 2 : end]))
+        at = end
+    if not all(type(key) is str for key in own) or len(set(own)) < len(own):
+        return -1
+    if op == Op.DICT:
+        dicts.append(dict.fromkeys(own))
+    for _ in range(count):
+        at = _see_plain(spec, at, dicts)
+        if at < 0:
+            break
+    return at
 
 
 class _Walk:

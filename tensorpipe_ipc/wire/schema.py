@@ -36,7 +36,7 @@ from tensorpipe_ipc.wire.rebuild import Plan, cloned, empty
 from tensorpipe_ipc.wire.room import see_room_to_take
 from tensorpipe_ipc.wire.spec import MAX_NODES, Op
 
-__all__ = ["ALIAS", "Decoder", "Schema", "keep", "schema_of"]
+__all__ = ["ALIAS", "PLAIN_DIMS", "Decoder", "Schema", "decode_values", "keep", "schema_of"]
 
 ALIAS = -1  # as ``own`` of Schema.tree: the payload is the receiver's own and aligned; lie on it, however small
 SPAN = struct.Struct("<QQ")
@@ -45,6 +45,7 @@ _LEAST_META = 12
 # Bytes that are kept of a schema, at most: for each of its own (a key's tuple of one takes 48 for its one, and 56 from Python
 # 3.14 on), and for each leaf, span, and node that something is made for.
 _KEPT_OF_DATA, _KEPT_OF_NODE = 56, 960
+PLAIN_DIMS, _PLAIN_CODES = 8, 13  # as in _compiled.c
 _FEW = 512  # values, which take 40 KB at most as Python objects; more are first walked to their end without making any
 
 
@@ -52,7 +53,7 @@ class _Skipped(msgspec.Struct, array_like=True):
     """An array of anything: msgspec passes over the items that it has no field for."""
 
 
-_decode_values = msgspec.msgpack.Decoder(list[bool | int | float | str]).decode
+decode_values = msgspec.msgpack.Decoder(list[bool | int | float | str]).decode
 _skip_values = msgspec.msgpack.Decoder(_Skipped).decode
 
 
@@ -74,6 +75,7 @@ class Schema:
         data: its bytes.
         cost: bytes of memory that it takes up while it is kept, roughly and at most.
         is_kept: whether it was kept for the next messages.
+        everyday: the compiled path's own notes; False: it makes no trees of this; None: it has not asked, or too early.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -94,6 +96,7 @@ class Schema:
         self._packed, self._bulk, self.nbytes = layout(self._sizes())
         self._opened: _Opened | None = None
         self.is_kept = False
+        self.everyday: Any = None
         kept = self._plan.made + self._plan.leaves + self._spans + 1
         self.cost = _KEPT_OF_DATA * len(data) + _KEPT_OF_NODE * kept
 
@@ -239,6 +242,38 @@ class Schema:
         """Return the meta of a message that is one tensor and crosses as it is; None of others, and of one not read yet."""
         opened = self._opened
         return opened.metas[0] if opened is not None and self._plan.is_leaf and not opened.narrowed else None
+
+    def is_opened(self) -> bool:
+        """Return whether a message has come that bears it out."""
+        return self._opened is not None
+
+    def plain(
+        self,
+    ) -> tuple[bytes, tuple[dict[str, None], ...], list[tuple[int, tuple[int, ...], int]], int, int] | None:
+        """Return what is to be known to build its trees of one block, if all in them is plain; None if anything is not.
+
+        Returns:
+            The spec; its dicts, in order, with their keys alone; the code, the shape and the place in the block of each
+            leaf; the bytes of the block; and how many values there are.
+        """
+        opened = self._opened
+        if opened is None or self.serializer != "raw" or opened.narrowed or opened.spans:
+            return None
+        dicts, leaves = self._plan.plain_dicts(), []
+        if dicts is None:
+            return None
+        for meta, (start, end) in zip(opened.metas, opened.in_block, strict=True):
+            if (
+                not meta.direct
+                and meta.dtype is not torch.bfloat16
+                or meta.order is not None
+                or not 0 < end - start == meta.nbytes
+            ):
+                return None
+            if len(meta.shape) > PLAIN_DIMS or meta.dtype is None or BY_TORCH[meta.dtype].code > _PLAIN_CODES:
+                return None
+            leaves.append((BY_TORCH[meta.dtype].code, tuple(meta.shape), start))
+        return self._plan.spec, dicts, leaves, opened.block_size, self._plan.values
 
     def _open(self) -> _Opened:
         if self._opened is None:
@@ -414,7 +449,7 @@ def _values(data: memoryview, count: int) -> list[Any]:
     try:
         if count > _FEW:
             _skip_values(data)
-        values: list[Any] = _decode_values(data)
+        values: list[Any] = decode_values(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"values that cannot be read: {error}") from None
     return values
