@@ -1,17 +1,18 @@
 # Each target makes .venv and installs what it needs by itself: a clone, then `make demo` or `make test`.
 PYTHON ?= python3
 VENV := .venv
+COMPILED := setup.py tensorpipe_ipc/_compiled.c tensorpipe_ipc/dlpack.h
 PY := $(VENV)/bin/python
 # The environment's own pip, or, where Debian's python3 made one without (package python3-venv), the system's.
 PIP = $$($(PY) -m pip --version >/dev/null 2>&1 && echo $(PY) -m pip || echo $(PYTHON) -m pip --python $(PY))
 
-.PHONY: demo test slow kills lint docs bench figures clean
+.PHONY: demo test slow pure kills lint docs wheels bench figures clean
 
 demo: $(VENV)/.demo
 	$(PY) -m examples.demo
 
 # Where the shell forbids bytecode, each process that a test starts would compile the package anew, and pytest all tests.
-test slow kills: export PYTHONDONTWRITEBYTECODE :=
+test slow pure kills: export PYTHONDONTWRITEBYTECODE :=
 
 # Three at a time, also on two cores: most of what tests do is to wait for processes that import torch.
 test: $(VENV)/.test
@@ -19,6 +20,10 @@ test: $(VENV)/.test
 
 slow: $(VENV)/.test
 	$(PY) -m pytest -n 3 --dist worksteal -m 'slow and not kills'
+
+# What the compiled path does, once more without it: the tests of every day. With all the others: TENSORPIPE_IPC_COMPILED=0 make test slow
+pure: $(VENV)/.test
+	TENSORPIPE_IPC_COMPILED=0 $(PY) -m pytest -n 3 --dist worksteal -m 'not kills and not slow' tests/queues tests/endpoints/test_endpoints.py
 
 kills: $(VENV)/.test
 	$(PY) -m pytest -n 2 -m kills $(TESTS)
@@ -32,6 +37,16 @@ lint: $(VENV)/.lint
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
+# Both wheels, in dist/: with the compiled path, for each CPython from 3.10 on, and without. Each is tried in an environment of
+# its own.
+wheels: $(VENV)/.wheels
+	rm -rf build dist
+	$(PY) -m build --quiet --wheel --outdir dist/built .
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist dist/built/*-abi3-*.whl
+	TENSORPIPE_IPC_BUILD=0 $(PY) -m build --quiet --wheel --outdir dist .
+	rm -rf build dist/built
+	$(PY) -m tests.wheels dist
+
 # Within a quarter of an hour: all peers in one run, and how ours grows. The pages are in bench/results.
 bench: $(VENV)/.bench
 	$(PY) -m bench all
@@ -44,12 +59,12 @@ figures: $(VENV)/.bench
 $(PY):
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(VENV)
 
-$(VENV)/.%: pyproject.toml constraints.txt | $(PY)
+$(VENV)/.%: pyproject.toml constraints.txt $(COMPILED) | $(PY)
 	$(PIP) install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
 # pip installs all or nothing, so each peer is asked for by itself; the page lists those that cannot be had, and why.
-$(VENV)/.bench: pyproject.toml constraints.txt | $(PY)
+$(VENV)/.bench: pyproject.toml constraints.txt $(COMPILED) | $(PY)
 	$(PIP) install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[plot]'
 	$(PY) -m bench.wanted $(PIP) install --quiet --disable-pip-version-check --prefer-binary --constraint constraints.txt
 	touch $@
@@ -58,4 +73,4 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(PY)
 $(VENV)/.lint: $(VENV)/.test
 
 clean:
-	rm -rf $(VENV) build site *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info tensorpipe_ipc/_compiled*.so

@@ -30,6 +30,7 @@ from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.serializers.conformance import Checked, NoMemoryForIt
 from tensorpipe_ipc.shared_queue.shared_memory import lease_from
+from tensorpipe_ipc.wire.arrival import AS_SENT
 from tensorpipe_ipc.wire.header import Header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, OFFERS, ON_DEVICE, parts_of
 from tensorpipe_ipc.wire.layout import BULK
@@ -156,6 +157,7 @@ class Consumer(End):
             accept=names,
             producers=_number_of(producers),
         )
+        self._receiver.is_everyday = copy == "auto" and self._arrival is AS_SENT and self._receiver.accepts("raw")
         self._messages = self._bytes = 0
         self._last_metadata = b""  # of a block: in a stream of bare tensors they are the same again
         self._last_parts: Any = None

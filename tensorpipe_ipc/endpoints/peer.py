@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from tensorpipe_ipc.compiled import CompiledPath
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.errors import EndOfStream, PeerLost, StreamFailed
@@ -47,6 +48,7 @@ class Peer:
         last_position: how far it had come in frames when it left, as it says; None where it did not say so.
         never_came: messages that it had sent, and that will not come.
         queue: in shared memory, that messages go through; None: they go in frames.
+        compiled: what the queue's puts and gets ask first, once this end uses it.
         by_file: whether a connector has claimed one of its queues, and it has not said WELCOME to that.
         settled: whether both ends know if messages go through a queue. It stays so.
         why_not: why there is no queue.
@@ -73,6 +75,7 @@ class Peer:
         self.last_position: int | None = None
         self.never_came = 0
         self.queue: PairQueue | None = None
+        self.compiled: CompiledPath | None = None
         self.by_file = False
         self.settled = False
         self.why_not = ""

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from typing import Any
 
+from tensorpipe_ipc.compiled import CompiledPath
 from tensorpipe_ipc.endpoints.conversation import Opening, log
 from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, Joined, Left, PieceArrived, Torn
 from tensorpipe_ipc.endpoints.participant import Participant
@@ -45,6 +46,7 @@ class Receiver(Participant):
     """A consumer's.
 
     Attributes:
+        is_everyday: whether the compiled path may take messages: they arrive as they were sent, and copies are made "auto".
         duplicates: messages that came again, and were dropped.
         producers: how many must end for the stream to end; 0: all that came; None: it never ends.
         ended: producers that have left since the last stream ended; with ``producers``, some of them may be the next streams'.
@@ -75,6 +77,7 @@ class Receiver(Participant):
         self._spent = 0.0  # when the last turn began, in this thread's processor time
         self._listens_from = 0.0  # when it is the socket's turn again, though a queue has something
         self._rests = False  # whether it is not before, either, if none has: what came last was rejected
+        self.is_everyday = False
         self.asked: ProducerPeer
         self.duplicates = 0
         conversation = weakref.proxy(self.conversation)
@@ -250,6 +253,7 @@ class Receiver(Participant):
         if peer.queue is not None:
             fd = peer.queue.tickets.fileno()
             self._sharing[fd] = peer
+            peer.compiled = CompiledPath(peer.queue, None, is_everyday=self.is_everyday, tells_size=True)
             self._only = None
             try:
                 self.socket.watch(fd)
@@ -267,7 +271,7 @@ class Receiver(Participant):
             self._sharing.pop(fd, None)
             self.socket.unwatch(fd)
             peer.queue.let_go()
-            peer.queue = None
+            peer.queue = peer.compiled = None
 
     def has_ended(self) -> bool:
         """Return whether the producers of a stream have left, and nothing of theirs is left."""
@@ -464,12 +468,17 @@ class Receiver(Participant):
             if queue.gets.holds_back:
                 peer.waiting = 0  # it may take what is there, too
                 return queue.get(0, decode, lease_from)
+            for found in peer.compiled.take((decode,)) if peer.compiled is not None else ():
+                peer.waiting -= peer.waiting > 0
+                return found
             if peer.waiting <= 0:
                 peer.waiting = queue.tickets.unread()
                 if not peer.waiting:
                     self._only, self._misses = None, _MISSES
                     return NOTHING
             peer.waiting -= 1
+            if peer.compiled is not None and not peer.compiled.is_asked and queue.opened.operations:
+                peer.compiled.open()
             # None is the fastest way, as nobody else takes what is there; only a hostile producer does.
             timeout = 0 if keeping or queue.words[queue.record.watch] else None
             return queue.get(timeout, decode, lease_from)

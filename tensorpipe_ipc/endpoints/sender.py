@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tensorpipe_ipc.compiled import CompiledPath
 from tensorpipe_ipc.endpoints.consumer_peer import ConsumerPeer
 from tensorpipe_ipc.endpoints.conversation import Opening
 from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, Joined, Left, PieceArrived
@@ -58,6 +59,7 @@ class Sender(Participant):
     Attributes:
         resent: messages that were sent again.
         in_one_block: what of a message goes into a block of a queue's.
+        is_everyday: whether the compiled path may put: the serializer is raw, and nothing is narrowed, or stays on a GPU.
     """
 
     role = "producer"
@@ -77,10 +79,12 @@ class Sender(Participant):
         self._credits = 0  # that brought something
         self._listens_from = self._resends_from = 0.0  # by time.monotonic(): in passing; and what is asked for again
         self._turns = 0  # how often several peers were chosen from
+        self._next: ConsumerPeer | None = None  # who was chosen for a message that the compiled path left
         self._resend_buffer = ResendBuffer()
         self.resent = 0
         self._short: tuple[ConsumerPeer, str] | None = None  # for whom there was no memory at the last try, and why
         self._left_behind: list[tuple[Peer, int]] = []
+        self.is_everyday = False
         self.in_one_block: Callable[[PairQueue, EncodedMessage], tuple[Block, bytes]] = _in_one_block
 
     # -- what its conversation asks
@@ -199,6 +203,7 @@ class Sender(Participant):
             fd = peer.queue.credits.fileno()
             peer.load()
             self._sharing[fd] = peer
+            peer.compiled = CompiledPath(peer.queue, None, is_everyday=self.is_everyday)
             self._unsure = True
             try:  # told of each credit that comes: with several consumers there may be some, and still no room in all
                 self.socket.watch(fd, edge=True)
@@ -213,7 +218,7 @@ class Sender(Participant):
                 self._sharing.pop(fd, None)
                 self.socket.unwatch(fd)
             peer.queue.let_go()
-            peer.queue = None
+            peer.queue = peer.compiled = None
 
     # -- messages in flight
 
@@ -313,12 +318,15 @@ class Sender(Participant):
 
     def choose(self) -> ConsumerPeer | None:
         """Return the consumer that has least to do, if it has room; of several, the one that waited longest."""
+        before, self._next = self._next, None
         if len(self.peers) == 1:
             (peer,) = self.peers.values()
             if peer.queue is not None:
                 return peer if peer.settled and not peer.gone_at and peer.has_room() else None
             has_room = peer.sent - peer.taken < self._room(peer)
             return peer if has_room and peer.is_there() and peer.reads() else None
+        if before is not None and not before.left and self._may_have(before):
+            return before
         while self._idle:
             peer = self._idle.popleft()
             if peer.is_idle():
@@ -338,16 +346,23 @@ class Sender(Participant):
             queue = peer.queue
             if beside is not None and (queue is None) is (beside.queue is None):
                 continue
-            load = peer.sent - peer.taken if queue is None else queue.maxsize - peer.room
+            load = self._load(peer)
             if load > best_load or load == best_load and best is not None and peer.turn > best.turn:
                 continue
-            if load < self._room(peer) and peer.is_there() and peer.reads():
+            if self._may_have(peer):
                 best, best_load = peer, load
         if best is None:
             return None
         if not best_load and beside is None:
             self._idle.extend(sorted(filter(ConsumerPeer.is_idle, self.peers.values()), key=_turn))
         return self._chosen(best)
+
+    def _load(self, peer: ConsumerPeer) -> int:
+        """Return how many messages a peer is known to have."""
+        return peer.sent - peer.taken if peer.queue is None else peer.queue.maxsize - peer.room
+
+    def _may_have(self, peer: ConsumerPeer) -> bool:
+        return self._load(peer) < self._room(peer) and peer.is_there() and peer.reads()
 
     def _chosen(self, peer: ConsumerPeer) -> ConsumerPeer:
         """Return the peer, who goes to the end of the line."""
@@ -584,7 +599,29 @@ class Sender(Participant):
             self._lose(peer)
             return False
         self._unsure = unsure
+        if peer.compiled is not None and not peer.compiled.is_asked:
+            peer.compiled.open()
         return True
+
+    def put_compiled(self, tree: Any) -> int:
+        """Put a tree by the compiled path, if it is an everyday one, and a consumer has room. Return the bytes of its tensors;
+        0: it was not put, and nothing was changed."""
+        peer = None if self.is_stale() else self.choose()
+        if peer is None or peer.compiled is None:
+            self._next = peer
+            return 0
+        unsure, self._unsure = self._unsure, True  # as in _put
+        peer.room -= 1
+        try:
+            nbytes = peer.compiled.put(tree)
+        except ShutDown:
+            self._lose(peer)
+            return 0
+        if not nbytes:
+            peer.room += 1
+            self._next = peer
+        self._unsure = unsure
+        return nbytes
 
     def knows_the_way(self) -> bool:
         """Return whether it is known how messages go: somebody has come, or they go in frames in any case."""

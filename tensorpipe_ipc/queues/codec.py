@@ -93,6 +93,7 @@ class Codec:
     """Encodes a queue's objects to bytes, and decodes them.
 
     Attributes:
+        is_everyday: whether the compiled path may encode and decode: by raw, and nothing is narrowed, or stays on a GPU.
         shared_by_torch: the number of storages sent by torch's own handle.
         narrowing: the serializer that narrows floats; None without a wire dtype.
         cuda_sender: the sender that keeps GPU tensors on their GPU; None without ``cuda_ipc``.
@@ -109,6 +110,7 @@ class Codec:
         self._in_one_block = in_one_block if self.cuda_sender is None else self.cuda_sender.in_one_block
         self._is_plain = narrowing is None and not cuda_ipc
         self._last_had_no_leaves = False
+        self.is_everyday = self._is_plain and serializer.name == "raw"
         self.shared_by_torch = 0
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 from multiprocessing import context, queues
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from tensorpipe_ipc.compiled import CompiledPath
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.errors import Closed, OutOfMemory, SharedMemoryError, TensorPipeError
 from tensorpipe_ipc.handlers import is_a_signals
@@ -101,6 +103,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         self._queue.gets.spin = self._spin = spin
         self._undeliverable: list[Exception] = []
         self.takes_offers = False
+        self._compiled = CompiledPath(self._queue, self._codec.decode, is_everyday=self._codec.is_everyday)
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None, *, move: bool = False) -> None:
         """Put an object. When this returns the object has been read, and it survives this process.
@@ -140,7 +143,10 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
-        seconds, codec, apart = _seconds(block, timeout), self._codec, None
+        seconds = None if block and timeout is None else _seconds(block, timeout)  # no call, where it is the usual one
+        if not move and not self.takes_offers and self._compiled.put(obj):
+            return
+        codec, apart = self._codec, None
         offered = self.takes_offers and not move and bool(self._queue.leases.offered) and is_sole_reference(obj)
         if move or offered:
             # References to storages would count as aliases.
@@ -157,6 +163,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         except BaseException as error:
             codec.take_back(payload, error)
             raise
+        if not self._compiled.is_asked:
+            self._compiled.open()
 
     def put_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
         """Put objects in their order, with one system call for up to 64 of them.
@@ -178,10 +186,14 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
         deadline = None if timeout is None else time.monotonic() + _timeout(timeout)
-        remaining, is_made = iter(objs), type(objs) not in (list, tuple)
-        waiting, done = list[tuple[Payload, bytes]](), 0
+        is_made, done = type(objs) not in (list, tuple), 0
+        waiting = list[tuple[Payload, bytes]]()
         at_fault: Exception | None = None
         try:
+            if not is_made:
+                while count := self._compiled.put_many(list(objs[done : done + BATCH])):  # type: ignore[index]
+                    done += count
+            remaining = itertools.islice(objs, done, None)
             while at_fault is None:
                 try:
                     has_more = self._encode_some(remaining, waiting, is_made)
@@ -200,6 +212,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                     done += count
                     del waiting[:count]
                 if at_fault is None and not has_more:
+                    if done and not self._compiled.is_asked:
+                        self._compiled.open()
                     return
             raise at_fault
         except BaseException as error:
@@ -294,11 +308,17 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
+        seconds = None if block and timeout is None else _seconds(block, timeout)
+        if copy == "auto" and device is None and restore and not as_numpy:
+            for found in self._compiled.coming if seconds is None else self._compiled.there:
+                return found  # as a loop: after a call CPython would look for signals, whose handlers may raise, first
+        if not self._compiled.is_asked and self._queue.opened.operations:
+            self._compiled.open()
         decode = self._codec.decode_as(restore, as_numpy, device)
         if self._codec.cuda_sender is None:
-            return self._queue.get(_seconds(block, timeout), decode, lease_from(copy))
+            return self._queue.get(seconds, decode, lease_from(copy))
         self._raise_undeliverable()
-        found = self._queue.get(_seconds(block, timeout), decode, lease_from(copy))
+        found = self._queue.get(seconds, decode, lease_from(copy))
         if type(found) is on_device.Undeliverable:
             raise found.error
         return found
@@ -332,10 +352,15 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
-        max_items = check_count(max_items, "max_items")
+        max_items, seconds = check_count(max_items, "max_items"), _seconds(True, timeout)
+        if seconds is None and copy == "auto" and device is None and restore and not as_numpy:
+            for found in self._compiled.take((max_items,)):
+                return found  # as in get
+        if not self._compiled.is_asked and self._queue.opened.operations:
+            self._compiled.open()
         decode = self._codec.decode_as(restore, as_numpy, device)
         self._raise_undeliverable()
-        found = self._queue.get_many(max_items, _seconds(True, timeout), decode, lease_from(copy))
+        found = self._queue.get_many(max_items, seconds, decode, lease_from(copy))
         if self._codec.cuda_sender is not None:
             errors = [each.error for each in found if type(each) is on_device.Undeliverable]
             found = [each for each in found if type(each) is not on_device.Undeliverable]
@@ -497,6 +522,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         self._queue.gets.spin = self._spin
         self._undeliverable = []
         self._closed = self._used = self.takes_offers = False
+        self._compiled = CompiledPath(self._queue, self._codec.decode, is_everyday=self._codec.is_everyday)
 
 
 class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]

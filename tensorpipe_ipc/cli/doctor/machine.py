@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
+from tensorpipe_ipc.compiled import why_off
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory.segment import MINIMUM_SIZE, Segment
@@ -33,13 +34,20 @@ def findings() -> Iterator[Finding]:
             yield Finding(what, State.OK, look())
         except (OSError, AttributeError) as failed:
             yield Finding(what, State.NO, _why(failed))
-    yield from (look() for look in (_descriptors, _memory, _dev_shm, _zmq, _curve, _gpu, _page_locking))
+    yield from (look() for look in (_compiled, _descriptors, _memory, _dev_shm, _zmq, _curve, _gpu, _page_locking))
 
 
 def _why(failed: Exception) -> str:
     if isinstance(failed, OSError):
         return failed.strerror or str(failed)
     return f"this system has none ({failed}): queues are Linux's, endpoints use frames"
+
+
+def _compiled() -> Finding:
+    why = why_off()
+    if why:
+        return Finding("compiled", State.NOTE, f"off: {why}; small messages take ten times the time of the processor")
+    return Finding("compiled", State.OK, "small messages go by it")
 
 
 def _memfd() -> str:
