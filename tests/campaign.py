@@ -47,7 +47,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,8 +60,15 @@ from tensorpipe_ipc.memory.arena import HOLDER, KEPT, Arena
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.queues.tensor_queue import Queue
 from tensorpipe_ipc.shared_queue.attachment import Attachment
+from tensorpipe_ipc.wire.schema import decode_values
 from tests.guard import others
-from tests.inside import codec_of, shared_queue_of
+from tests.inside import (
+    codec_of,
+    have_messages_decoded_by,
+    have_values_decoded_by,
+    load_compiled_path_again,
+    shared_queue_of,
+)
 
 BOUNDS = (0, 2, 100)  # maxsize of one round after another
 PRODUCERS = CONSUMERS = 3
@@ -90,6 +97,7 @@ MARGIN = 5.0  # seconds beyond it, until an error that is raised after so long w
 BEGUN, RETURNED = 0, 1  # words of a producer's journal; a consumer's begins with its length
 PAUSE, STOP, FORKS, TORN = 0, 1, 2, 3  # words of the board; how many helpers about, and what one found to be wrong
 HELPED = 25  # every how many large messages a consumer forks; the first time at its first
+MIXED = "TENSORPIPE_IPC_CAMPAIGN_MIXED"  # in the environment: each process takes the compiled path or none, at random
 BROKEN = 1 << 39  # the bit of a consumer's entry which says that the content was wrong
 NUMBERS = BROKEN - 1
 
@@ -151,31 +159,24 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
     if not until_empty:
         begin(who)
     words = journal(f"{folder}/got{who}", JOURNAL_WORDS)
-    codec = codec_of(queue)
-    decode = codec.decode
+    noting = Noting(queue, words)
     timeout = 0.5 if until_empty else (None, 0.05)[who % 2]
     in_batches = who % 4 == 0 and not until_empty
 
-    def noting(metadata: bytes, payload: Any) -> Any:
-        message = decode(metadata, payload)
-        if message is not None:
-            words[words[0] + 1] = entry_of(message)
-            words[0] += 1
-        return message
-
-    codec.decode = noting
     held: deque[Any] = deque()
     helping = None if until_empty else Helping(queue, who, folder)
     going = True
     while going:
         try:
-            messages = queue.get_many(BATCH, timeout=timeout) if in_batches else [queue.get(timeout=timeout)]
+            with noting:
+                messages = queue.get_many(BATCH, timeout=timeout) if in_batches else [queue.get(timeout=timeout)]
         except Empty:
             going = not until_empty
             continue
         going = None not in messages
         for _ in range(messages.count(None) - 1):  # those are for the others
             queue.put(None)
+        noting.check(message for message in messages if message is not None)
         held += [message for message in messages if message is not None and message[2].numel() >= LARGE]
         if helping and held and messages[-1] is held[-1]:
             messages.clear()
@@ -185,7 +186,69 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
             check_again(held.popleft(), words)
     while held:
         check_again(held.popleft(), words)
-    del codec.decode
+    noting.end()
+
+
+def choose_path() -> None:
+    """Have this process take the compiled path or none, at random, in a campaign that mixes them."""
+    if MIXED in os.environ:
+        load_compiled_path_again(random.SystemRandom().choice("01"))
+
+
+class Noting:
+    """Has a consumer's gets note each message in its journal while it is decoded: as soon as its number is known.
+
+    The compiled path has Python decode but a message's values, and may then leave it to Python. Its content is looked at
+    later.
+    """
+
+    def __init__(self, queue: Queue, words: memoryview) -> None:
+        self._queue: Any = queue
+        self._words: Any = words
+        self._decode, self._is_getting = codec_of(queue).decode, False
+        have_messages_decoded_by(queue, self._decoded)
+        self._early = set[int]()  # entries of values that the compiled path had decoded in the get that goes on
+        have_values_decoded_by(self._values)
+
+    def __enter__(self) -> None:
+        self._is_getting = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_getting = False
+
+    def end(self) -> None:
+        """Note nothing any more."""
+        have_messages_decoded_by(self._queue, None)
+        have_values_decoded_by(decode_values)
+        self._queue = self._decode = self._words = None  # the compiled path keeps what it has called
+
+    def check(self, messages: Iterable[Any]) -> None:
+        """Look at the content of those that a get has returned, unless that was done."""
+        for message in messages:
+            entry = entry_of(message)
+            if entry & BROKEN and entry & ~BROKEN in self._early:
+                self._note(entry)
+        self._early.clear()
+
+    def _decoded(self, metadata: bytes, payload: Any) -> Any:
+        message = self._decode(metadata, payload)
+        if message is not None:
+            entry = entry_of(message)
+            if entry not in self._early:
+                self._note(entry)
+        return message
+
+    def _values(self, data: Any) -> list[Any]:
+        values = decode_values(data)
+        if self._is_getting:
+            entry = values[0] << 40 | values[1]
+            self._early.add(entry)
+            self._note(entry)
+        return values
+
+    def _note(self, entry: int) -> None:
+        self._words[self._words[0] + 1] = entry
+        self._words[0] += 1
 
 
 class Helping:
@@ -255,7 +318,8 @@ class Helping:
 
 
 def begin(who: int) -> None:
-    """Set the child up: its alarm, its stack dump, its threads and its random numbers."""
+    """Set the child up: its path, its alarm, its stack dump, its threads and its random numbers."""
+    choose_path()
     signal.alarm(LIFE)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
@@ -761,7 +825,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--part", type=int, help="kills in one campaign; 300, of endpoints 20, if not said")
     parser.add_argument("--endpoints", action="store_true", help="over Producer and Consumer")
+    parser.add_argument(
+        "--mixed", action="store_true", help="half of the processes take the compiled path, and the others none"
+    )
     arguments = parser.parse_args()
+    if arguments.mixed:
+        os.environ[MIXED] = "1"
     wanted = Figures(kills=arguments.kills, put=1_000_000 if arguments.messages is None else arguments.messages)
     run: Callable[..., Figures] = campaign
     if arguments.endpoints:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 import tensorpipe_ipc as tp
-from tests.campaign import HELD, LARGE, LARGEST, LIFE, check_again, content_of, entry_of, journal
+from tests.campaign import HELD, LARGE, LARGEST, LIFE, check_again, choose_path, content_of, entry_of, journal
 from tests.inside import own_memory
 
 JOURNAL_WORDS = 1 << 20
@@ -279,8 +279,9 @@ def note(words: memoryview, entry: int) -> None:
 
 
 def prepare() -> None:
-    """Set the program up: its death signal, its alarm, its stack dump, its threads and its warnings."""
+    """Set the program up: its death signal, its path, its alarm, its stack dump, its threads and its warnings."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    choose_path()
     signal.alarm(LIFE)
     faulthandler.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody has to reap those that it forks

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc import serializers
+from tensorpipe_ipc import compiled, serializers
 from tensorpipe_ipc.cuda import staging
 from tensorpipe_ipc.endpoints import admission, conversation, rendezvous
 from tensorpipe_ipc.endpoints.events import Event
@@ -31,7 +31,7 @@ from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import Identity, process_key
 from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.attachment import Attachment
-from tensorpipe_ipc.shared_queue.get_end import COPY, _Again, _drop
+from tensorpipe_ipc.shared_queue.get_end import COPY, BeginAnew, _drop
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.put_end import PutEnd
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
@@ -59,6 +59,7 @@ __all__ = [
     "instead_of_looking_at_the_log",
     "is_in_use",
     "is_in_use_here",
+    "keep_pure",
     "keep_spare",
     "leases_here",
     "leave_addresses",
@@ -120,8 +121,41 @@ def shared_queue_of(queue: Any) -> Any:
 
 def open_queue_of(queue: SharedMemoryQueue) -> OpenQueue:
     """Return what both ends of a queue work with."""
-    found: OpenQueue = shared_queue_of(queue)
-    return found
+    return queue.opened
+
+
+def keep_pure(queue: Any) -> None:
+    """Have a queue take no compiled path."""
+    queue._compiled.drop()
+    queue._compiled.is_asked = True
+
+
+def have_messages_decoded_by(queue: Any, function: Callable[[bytes, Any], Any] | None) -> None:
+    """Have a queue's gets call a function in the place of its codec's ``decode``, also for what the compiled path leaves.
+
+    Args:
+        function: None: the codec's own again.
+    """
+    queue._compiled.drop()
+    codec = codec_of(queue)
+    if function is None:
+        del codec.decode
+    else:
+        codec.decode = function
+    queue._compiled._decode = codec.decode
+
+
+def have_values_decoded_by(function: Callable[[Any], list[Any]]) -> None:
+    """Have the compiled path of this process, if there is one, call a function in the place of ``decode_values``."""
+    compiled.decode_values = function  # type: ignore[assignment]
+    compiled._load.cache_clear()
+    compiled._load()  # now, for a queue that takes it already, too
+
+
+def load_compiled_path_again(wanted: str) -> None:
+    """Have this process take the compiled path from now on, as its environment would, or none ("0")."""
+    os.environ[compiled._SWITCH] = wanted
+    compiled._load.cache_clear()
 
 
 def keep_spare(queue: SharedMemoryQueue, direction: int, size: int = 1) -> None:
@@ -132,7 +166,7 @@ def keep_spare(queue: SharedMemoryQueue, direction: int, size: int = 1) -> None:
 
 def finish_early_get(queue: SharedMemoryQueue, operation: Operation, before: int) -> None:
     """Finish a get as one that found its tickets early: so many messages go before them."""
-    queue.gets._see_to([queue.gets._see_to, operation, None, _Again(before)])
+    queue.gets.see_to([queue.gets.see_to, operation, None, BeginAnew(before)])
 
 
 def drop_one(queue: SharedMemoryQueue) -> None:
@@ -142,7 +176,7 @@ def drop_one(queue: SharedMemoryQueue) -> None:
 
 def backlog_of(queue: SharedMemoryQueue) -> int:
     """Return how many of its spilled tickets this process may still look at."""
-    return len(queue.puts._backlog)
+    return len(queue.puts.backlog)
 
 
 def instead_of_hearing(queue: SharedMemoryQueue, function: Callable[[int], object]) -> None:

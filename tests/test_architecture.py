@@ -21,6 +21,7 @@ import torch
 
 import tensorpipe_ipc
 from tensorpipe_ipc.endpoints import participant
+from tests.inside import keep_pure
 
 HOUSE = Path(tensorpipe_ipc.__file__).parent
 FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"))
@@ -43,6 +44,7 @@ FLOORS = {
     "memory": 3,
     "zeromq": 3,
     "shared_queue": 4,
+    "compiled": 5,
     "cuda": 5,
     "endpoints": 6,
     "queues": 6,
@@ -338,6 +340,7 @@ def test_a_messages_way_is_as_the_page_draws_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(participant, "STALE", math.inf)  # on a busy machine each put would first look for credits
     message = {"image": torch.ones(1000), "step": 1}
     queue = tensorpipe_ipc.Queue()
+    keep_pure(queue)
     address = f"ipc://{tmp_path}/way"
     with (
         tensorpipe_ipc.Consumer(address, shared_memory="off") as consumer,

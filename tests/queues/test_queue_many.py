@@ -23,7 +23,7 @@ import pytest
 import torch
 from children import descriptors_left, in_thread, wait_until
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
-from inside import open_queue_of, set_lease_budget, shared_queue_of
+from inside import keep_pure, open_queue_of, set_lease_budget, shared_queue_of
 
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS, PAGE
@@ -85,6 +85,7 @@ def test_an_exception_of_a_handler_comes_out_of_put_wherever_it_came(obj: object
         raise Watchdog
 
     there = Queue()
+    keep_pure(there)  # whose steps can be counted
     for _ in range(3):
         there.put(obj)
         there.get(timeout=LIMIT)
