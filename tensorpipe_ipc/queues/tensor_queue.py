@@ -144,10 +144,11 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
         seconds = None if block and timeout is None else _seconds(block, timeout)  # no call, where it is the usual one
-        if not move and not self.takes_offers and self._compiled.put(obj):
+        offered = self.takes_offers and not move and bool(self._queue.leases.offered)
+        if not move and not offered and self._compiled.put(obj):
             return
         codec, apart = self._codec, None
-        offered = self.takes_offers and not move and bool(self._queue.leases.offered) and is_sole_reference(obj)
+        offered = offered and is_sole_reference(obj)
         if move or offered:
             # References to storages would count as aliases.
             apart = (*made_with_room(self.trim, codec.take_apart, obj)[:2], None)
