@@ -696,13 +696,13 @@ print("said")
 
 @pytest.mark.slow
 def test_memory_of_a_strangers_messages_comes_back_once_they_were_read() -> None:
-    """They came while the consumer computed. libzmq holds 10 MB of short messages in far more."""
+    """They came while the consumer computed. libzmq holds 10 MB of short messages in 45 to 150 MB, by how they come."""
     with Child() as child:  # where nothing large was freed yet: as much as that malloc keeps from then on
         endpoint = child.call(children.open_consumer, LOOPBACK, shared_memory="off")
         resident = psutil.Process(child.pid).memory_info
         before = resident().rss
         assert ran("-c", _SHORT_MESSAGES, endpoint).out == "connects\nsaid\n"
-        wait_until(lambda: resident().rss - before > 50 * MIB)  # the last ones are still on their way
+        wait_until(lambda: resident().rss - before > 30 * MIB)  # the last ones are still on their way
         child.begin(children.take_and_drop, math.inf)
         wait_until(lambda: resident().rss - before < 20 * MIB, AT_LENGTH)
         child.kill()
@@ -840,7 +840,7 @@ def test_memory_of_a_strangers_messages_comes_back_beside_a_friend_that_always_h
         before = resident().rss
         with InFork("-c", said, endpoint, folder=tmp_path) as stranger:
             assert stranger.line() == "connects\n"
-            wait_until(lambda: resident().rss - before > 50 * MIB, AT_LENGTH)
+            wait_until(lambda: resident().rss - before > 30 * MIB, AT_LENGTH)
             child.begin(children.take_and_drop, math.inf)
             wait_until(lambda: resident().rss - before < 20 * MIB, AT_LENGTH)
         friend.kill()
