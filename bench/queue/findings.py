@@ -33,11 +33,9 @@ class Limit(NamedTuple):
     against: str
     least: float | None = None
     most: float | None = None
-    aim: str = ""
 
     def __str__(self) -> str:
-        words = f">= {self.least:g}" if self.most is None else f"<= {self.most:g}"
-        return f"{words} {self.aim}".strip()
+        return f">= {self.least:g}" if self.most is None else f"<= {self.most:g}"
 
     def met(self, value: float) -> bool:
         """Return whether a ratio keeps the limit."""

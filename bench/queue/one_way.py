@@ -40,10 +40,9 @@ SIZES = {
         15,
         250,
         (
-            (OURS, Limit(PIPE, most=4, aim="(aim 2.5)")),
-            (OURS, Limit(ICEORYX, most=1)),
+            (OURS, Limit(PIPE, most=1.4)),
             (OURS, Limit(TORCH, least=30)),
-            (SPIN, Limit(ICEORYX, most=0.6)),
+            (SPIN, Limit(ICEORYX, most=1)),  # it polls, and so does this
         ),
     ),
     4_000: Size("4 kB", 5, 60),

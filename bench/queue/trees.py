@@ -28,7 +28,7 @@ def measure(effort: Effort) -> Finding:
         )
     rows = [row_of("100 leaves", name, COMPARED * LEAF, rounds) for name, rounds in times.items()]
     ratios = [
-        *ratio_of(times, OURS, Limit(NUMPY, least=2)),
+        *ratio_of(times, OURS, Limit(NUMPY, least=3)),
         *ratio_of(times, OURS, Limit(TORCH, least=30)),
     ]
     notes = [*all_.notes, "iceoryx2: takes no dicts"]
