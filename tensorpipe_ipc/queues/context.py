@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import multiprocessing.process
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from tensorpipe_ipc.forks import watch
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors, shape_of
 from tensorpipe_ipc.memory.segment import Segment
@@ -170,6 +173,7 @@ class _Adopting(BaseProcess):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        watch(_close_pipes_of_siblings)
         if "concurrent.futures.process" in sys.modules:  # the first executor imports it; this package does not
             from tensorpipe_ipc.queues.call_queue import adopt
 
@@ -181,6 +185,16 @@ class _Adopting(BaseProcess):
         if type(self) not in _PROCESSES:
             return super().__reduce_ex__(protocol)
         return object.__new__, (type(self).__bases__[-1],), vars(self)
+
+
+def _close_pipes_of_siblings() -> None:
+    """In a forked child: leave it to its parent alone to hold the pipes by which that one's workers see that it has ended."""
+    for process in list(multiprocessing.process._children):  # type: ignore[attr-defined]
+        finalizer = getattr(getattr(process, "_popen", None), "finalizer", None)
+        if isinstance(process, _Adopting) and finalizer is not None and finalizer.still_active():
+            for fd in getattr(finalizer, "_args", ()):  # called, it would do nothing here: it is its parent's
+                os.close(fd)
+            finalizer.cancel()
 
 
 class ForkProcess(_Adopting, context.ForkProcess):

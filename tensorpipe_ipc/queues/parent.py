@@ -1,8 +1,8 @@
 """A worker's wait for tasks from its parent. If the parent is killed, no task will arrive, and the worker ends, too.
 
 multiprocessing gives each child a pipe whose other end its parent holds. While the worker waits, the kernel sends it SIGTERM
-when that pipe is closed. Siblings that were forked later hold that end, too: one that is at work keeps the others waiting, but
-none of them begins a further task, as each asks first whether its parent is another by now.
+when that pipe is closed. What the parent forks later closes that end (``context``), but what another thread forks in that
+moment may hold it, too. No worker begins a further task then, as each asks first whether its parent is another by now.
 That costs three short system calls, at a time when the worker would sleep anyway. Two other ways are worse. A wait with a
 timeout would wake all workers for each task, which is two thirds of the cost of a small task. A watching thread would be one
 more thread in each worker. A worker that ignores, blocks or handles SIGTERM wakes once a second and checks the pipe.

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from arenas import left_in, small_context
+from crash_points import in_child
 from inside import reading_end_of, shared_queue_of
 from programs import outliving, ran_in_fork
 
@@ -356,22 +357,33 @@ def run_and_tell(kind: Any, line: Any) -> None:
         executor = ProcessPoolExecutor(2, mp_context=ctx)
         assert executor.submit(add, 1, 2).result() == 3
         pids = list(executor._processes)
+    if kind.startswith("forking"):  # as a Manager's server is, which lives on
+        pids.append(in_child(signal.pause))
     line.send(pids)
     signal.pause()
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("pool", marks=pytest.mark.kills), "busy pool", "executor", "deaf executor", "masked executor"]
+    "kind",
+    [
+        pytest.param("pool", marks=pytest.mark.kills),
+        "busy pool",
+        "executor",
+        "deaf executor",
+        "masked executor",
+        "forking pool",
+        pytest.param("forking executor", marks=pytest.mark.slow),
+    ],
 )
 def test_workers_end_when_their_program_is_killed(kind: Any) -> None:
-    """Also where they block SIGTERM, tasks wait, or one is at work. Stock's executors keep the pipe that would tell them."""
+    """Also where they block SIGTERM, tasks wait, one is at work, or another child was forked later. Stock's keep the pipe."""
     fork = multiprocessing.get_context("fork")
     line, theirs = fork.Pipe()
     program = fork.Process(target=run_and_tell, args=(kind, theirs))
     program.start()
     assert line.poll(LIMIT)
     pids = line.recv()
-    at_work = [pids.pop()] if kind.startswith("busy") else []
+    at_work = [pids.pop()] if kind.startswith(("busy", "forking")) else []
     program.kill()
     program.join()
     try:
