@@ -324,12 +324,12 @@ static double now(void) {
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* Whether Python is to look for what lies idle, as it does with each call. It looks once in a second. */
+/* Whether Python is to look for what lies idle, as it does with each call. It looks ten times a second, for 20 ms at most. */
 static int is_due(Path *path) {
     double time = !path->is_dropped && load(path->words + path->is.grown) ? now() : 0;
     if (time < path->due_at)
         return 0;
-    path->due_at = time + 1;
+    path->due_at = time + 0.1;
     return time > 0;
 }
 

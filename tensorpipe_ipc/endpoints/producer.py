@@ -283,6 +283,7 @@ class Producer(End):
         deadline = deadline_of(timeout)
         with self._guard:
             self._sender.drain()
+            self._sender.look_around()  # as in _place
             while self._sender.in_flight:
                 self._wait(deadline, "messages not taken")
             self._tell_of_losses()
@@ -354,6 +355,7 @@ class Producer(End):
         """Return a queue whose memory messages will go through, once there is a consumer; None if they go in frames."""
         sender = self._sender
         sender.drain()
+        sender.look_around()  # the put that follows may come too soon to look
         sender.raise_refusal()
         while not sender.knows_the_way():
             self._wait(deadline, "no consumer")

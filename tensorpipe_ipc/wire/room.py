@@ -25,7 +25,7 @@ _Made = TypeVar("_Made")
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an error says that there is no memory. Torch's own are RuntimeErrors, of a GPU and of the CPU."""
-    is_cpus = type(error) is RuntimeError and "can't allocate memory" in str(error)
+    is_cpus = type(error) is RuntimeError and any(each in str(error) for each in ("can't allocate memory", "bad_alloc"))
     return is_cpus or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 

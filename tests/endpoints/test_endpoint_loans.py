@@ -6,6 +6,7 @@ import contextlib
 import struct
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import children
@@ -287,3 +288,25 @@ def test_places_that_a_stranger_made_up(said: bytes, sizes: list[int], words: st
     """A consumer checks the places that a message by reference names before it reads anything."""
     with pytest.raises(ProtocolError, match=words):
         values_and_frames(memoryview(said), sizes, bytearray(128))
+
+
+@pytest.mark.parametrize("first", ["a loan", "a flush"])
+def test_what_follows_a_consumers_death_is_for_the_next_one(tmp_path: Path, first: str) -> None:
+    """However soon after it: both hear what has come, and nothing that comes tells of a death."""
+    address = f"ipc://{tmp_path}/address"
+    with Child() as killed, Child() as following, tp.Producer(address, linger=0) as producer:
+        killed.call(children.open_consumer, address)
+        producer.put(torch.ones(3), timeout=PATIENCE)
+        killed.call(children.take_and_drop, 1)
+        producer.flush(PATIENCE)
+        killed.kill()
+        following.call(children.open_consumer, address)
+        time.sleep(0.2)  # ends look for deaths ten times a second
+        if first == "a flush":
+            producer.flush(PATIENCE)
+            producer.put(torch.full((3,), 7.0), timeout=PATIENCE)
+        else:
+            with producer.loan((3,), timeout=PATIENCE) as lent:
+                lent.fill_(7.0)
+        following.call(children.take_and_drop, 1)
+        assert producer.statistics().lost == 0
