@@ -10,8 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.programs import ROOT
-
+ROOT = Path(__file__).resolve().parents[1]
 _TESTS = ["tests/queues/test_tensor_queue.py", "tests/queues/test_compiled.py", "tests/endpoints/test_endpoints.py"]
 _WHY_OFF = "from tensorpipe_ipc import compiled; print(compiled.__file__, '|', compiled.why_off())"
 
