@@ -26,7 +26,7 @@ enum { NONE = 0x00, VALUE = 0x01, TENSOR = 0x10, LIST = 0x20, TUPLE = 0x21, DICT
 #define HOLDER 0xFFFFFFFFull
 #define NEXT_LAP (1ull << SLOT_BITS)
 enum { MOST_DIMS = 8, MOST_DEPTH = 64, MOST_LEAVES = 1 << 14, MOST_METADATA = 1 << 20, MOST_NODES = 1 << 17, FEW = 64 };
-enum { OPERATIONS = 64, PLANS = 16, KEPT = 1 << 15, CLASSES = 40, LONG = 1 << 20, OFFSETS = 44 };
+enum { OPERATIONS = 64, PLANS = 16, KEPT = 1 << 12, CLASSES = 40, LONG = 1 << 20, OFFSETS = 44 };
 
 /* ---- steps ---- */
 
@@ -306,7 +306,7 @@ typedef struct {
     pid_t process;
     double due_at;
     unsigned spins, next_plan;
-    int is_dropped; /* the process is another, or the queue is closed */
+    int is_dropped; /* the process is another */
     PyObject *unfinished, *keeping, *backlog, *aside, *early, *free, *recent, *puts, *put_batches, *gets, *get_batches, *send_taken,
         *finish_sent, *look_for_freed, *get_taken, *see_to, *take_up, *lease, *plan_of, *again, *stopped, *decode; /* in this order */
     Words known[OPERATIONS];
@@ -669,7 +669,7 @@ static PyObject *build_tensor(Build *build) {
     atomic_fetch_add_explicit(&ground->users, 1, memory_order_relaxed);
     Py_XINCREF(ground->lease);
     if (torch_api->managed_tensor_to_py_object_no_sync(managed, &tensor))
-        return NULL; /* it has called the deleter */
+        return NULL; /* it has called the deleter, unless there is no memory for what is made before: then the ground stays */
     return ground->lease != NULL && build->plan->nbytes >= WORTHWHILE * build->plan->count ? mark(tensor) : tensor;
 }
 static PyObject *build_node(Build *build) {
@@ -956,7 +956,7 @@ static PyMethodDef path_methods[] = {
     {"put", path_put, METH_O, "Put a tree, if it is of every day and has room. Return how many bytes its tensors have; 0: it was not put."},
     {"put_many", path_put_many, METH_O, "The same of a list's first trees. Return how many were put."},
     {"get", path_get, METH_O, "Return a list of so many messages at most; 0: one, itself; -1, or its decode: if it is there."},
-    {"drop", path_drop, METH_NOARGS, "Do nothing any more: the queue is closed, or this is a forked child."},
+    {"drop", path_drop, METH_NOARGS, "Do nothing any more: this is a forked child."},
     {NULL, NULL, 0, NULL}};
 static PyType_Slot path_slots[] = {
     {Py_tp_new, path_new}, {Py_tp_traverse, path_traverse}, {Py_tp_clear, path_clear}, {Py_tp_dealloc, path_dealloc},

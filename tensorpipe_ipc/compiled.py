@@ -118,7 +118,7 @@ class CompiledPath:
             self.coming, self.there = map(path.get, itertools.repeat(0)), map(path.get, itertools.repeat(-1))
 
     def drop(self) -> None:
-        """Leave it: this is a forked child, or the queue is let go of. It may be opened again."""
+        """Leave it: this is a forked child. It may be opened again."""
         if self._path is not None:
             self._path.drop()
         self._close()
