@@ -7,6 +7,7 @@ is adopted (``call_queue``). A DataLoader's workers stack batches in the context
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.process
@@ -192,8 +193,9 @@ def _close_pipes_of_siblings() -> None:
     for process in list(multiprocessing.process._children):  # type: ignore[attr-defined]
         finalizer = getattr(getattr(process, "_popen", None), "finalizer", None)
         if isinstance(process, _Adopting) and finalizer is not None and finalizer.still_active():
-            for fd in getattr(finalizer, "_args", ()):  # called, it would do nothing here: it is its parent's
-                os.close(fd)
+            for fd in finalizer._args:  # called, it would do nothing here: it is its parent's
+                with contextlib.suppress(OSError):  # the program has closed it
+                    os.close(fd)
             finalizer.cancel()
 
 

@@ -177,14 +177,22 @@ def test_whatever_a_class_raises_while_it_is_made_is_the_messages_fault(registry
         round_trip(range(3))
 
 
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, RuntimeError])
-def test_an_object_for_which_there_is_no_memory_comes_again(error: type[Exception], registry: None) -> None:
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (MemoryError, ""),
+        (torch.OutOfMemoryError, "CUDA out of memory"),
+        (RuntimeError, "can't allocate memory"),
+        (RuntimeError, "std::bad_alloc"),
+    ],
+)
+def test_an_object_for_which_there_is_no_memory_comes_again(error: type[Exception], text: str, registry: None) -> None:
     """Torch's own errors are RuntimeErrors, and say nothing of the message."""
     lacks = [error, error]
 
     def make(parts: Any) -> Any:
         if lacks:
-            raise lacks.pop()("can't allocate memory")
+            raise lacks.pop()(text)
         return range(*parts)
 
     register_type(range, to=lambda of: (of.start, of.stop, of.step), from_=make)
