@@ -1,4 +1,4 @@
-"""Kill a process at every machine instruction of a put and of a get: ``python tests/single_steps.py``, by hand, some minutes.
+"""Kill a process at every machine instruction of a put and of a get: ``python tests/single_steps.py``, by hand, for hours.
 
 For each n, a forked child is stepped through n instructions of a call of the compiled path (ptrace), and killed. Then its
 parent checks that all is whole. What lies before the call's C source is Python's own, and steps through it, too.
