@@ -20,7 +20,7 @@ from typing import Any
 
 _NEW_NAMESPACE, _NEW_PIDS, _NEW_USER = 0x00020000, 0x20000000, 0x10000000
 _NEW_NETWORK, _NEW_TIME = 0x40000000, 0x00000080
-_PRIVATE, _READ_ONLY, _DETACH = 1 << 14 | 1 << 18, 1, 2
+_PRIVATE, _READ_ONLY, _DETACH, _BIND = 1 << 14 | 1 << 18, 1, 2, 1 << 12
 _SET_DUMPABLE = 4
 _SET_FLAGS, _UP = 0x8914, 1  # of a network interface
 NOBODY = 65534
@@ -54,6 +54,13 @@ def _with_read_only_dev_shm() -> None:
 def _with_small_dev_shm() -> None:
     _own_mounts()
     _done(_libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=64k"))
+
+
+def see_folder_elsewhere(folder: str, place: str) -> None:
+    """In mounts of one's own: have a folder at another place, too, and nothing of it where it was."""
+    _own_mounts()
+    _done(_libc.mount(os.fsencode(folder), os.fsencode(place), None, _BIND, None))
+    _done(_libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, None))
 
 
 def _in_other_pids() -> None:
@@ -197,13 +204,14 @@ def enter(way: str) -> None:
     _ALL[way]()
 
 
-def run_there(way: str, action: Callable[[], Any]) -> int:
+def run_there(way: str | Callable[[], None], action: Callable[[], Any]) -> int:
     """Fork, go there, and do something. Returns the exit status: 0, if it was done."""
+    go = _ALL[way] if isinstance(way, str) else way
     pid = os.fork()
     if not pid:
         status = 1
         try:
-            _ALL[way]()
+            go()
             action()
             status = 0
         except BaseException:

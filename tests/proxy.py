@@ -28,19 +28,21 @@ class Flow:
         self.source, self.sink, self.way = source, sink, way
         self.waiting: deque[tuple[float, bytes]] = deque()  # when it is due, and what
         self.nbytes = 0
+        self.due = 0.0  # when what was read last is
         self.ended = self.closed = False
 
-    def read(self, delay: float) -> None:
+    def read(self, delay: float, rate: float) -> None:
         """Take in what has come."""
         try:
-            data = self.source.recv(1 << 16)
+            data = self.source.recv(1 << 12 if rate else 1 << 16)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         self.ended = not data
         self.nbytes += len(data)
-        self.waiting.append((time.monotonic() + delay, data))
+        self.due = max(self.due, time.monotonic() + delay) + (len(data) / rate if rate else 0.0)
+        self.waiting.append((self.due, data))
 
     def write(self) -> None:
         """Pass on what is due; after it, the end."""
@@ -68,15 +70,17 @@ class Proxy:
     Attributes:
         port: where it begins.
         delay: seconds that everything takes, each way.
+        rate: bytes a second that a connection carries, each way; 0: as many as come.
         connections: how many were led through.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, rate: float = 0.0) -> None:
         self._target = ("127.0.0.1", port)
         self._server = socket.create_server(("127.0.0.1", 0), backlog=64)
         self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
         self.delay = 0.0
+        self.rate = rate
         self.connections = 0
         self._silent: frozenset[str] = frozenset()
         self._pairs: list[tuple[Flow, Flow]] = []
@@ -170,7 +174,7 @@ class Proxy:
                 if flow.way in self._silent or flow.closed:
                     continue
                 if ready.get(flow.source, 0) & selectors.EVENT_READ and not flow.ended:
-                    flow.read(self.delay)
+                    flow.read(self.delay, self.rate)
                 flow.write()
             # An end is passed on. What the other way still holds has nobody to go to.
             if any(flow.closed for flow in pair):

@@ -111,4 +111,5 @@ class Absence:
         if socket.address.scheme == "inproc":
             return "no end of this process has bound it"
         unknown = ", or no host has that name" if socket.address.has_name else ""
+        unknown += ", or its answer takes over 0.7 s" if socket.address.is_remote else ""
         return f"nobody listens there{unknown}; one of the two ends must be open with bind=True"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from tensorpipe_ipc.endpoints.peer import Peer
@@ -11,6 +12,7 @@ from tensorpipe_ipc.wire.header import Hello
 
 __all__ = ["ConsumerPeer"]
 
+_QUICK = 4e6  # bytes a second: a frame of 1 MiB takes a sixth of what a silence may last
 _UNREAD = 1 << 24  # bytes that it may say it took before it has read them; there is always a moment between the two
 
 
@@ -25,6 +27,7 @@ class ConsumerPeer(Peer):
         greeted: whether it was answered, or has answered: in frames nothing is put to it before.
         served: the last of its ``round`` that was dealt with.
         resent_at: when something was last sent again to it, by time.monotonic().
+        quick: the routing id of the last connection that was found to be quick.
         turn: when the producer last chose it, of all the times that it chose from several.
         room: places in its queue that are known to be free. There may be more, as the consumer frees them.
     """
@@ -38,6 +41,7 @@ class ConsumerPeer(Peer):
         self.unmarked = 0
         self.served = hello.round
         self.resent_at = 0.0
+        self.quick = b""
         self.turn = 0
         self.room = 0
 
@@ -68,6 +72,15 @@ class ConsumerPeer(Peer):
     def asks(self) -> bool:
         """Return whether it has come by another connection since, and may miss something."""
         return self.hello.round > self.served
+
+    def note_carried(self, kept: SentMessage) -> None:
+        """Note that a message has got over: if that was quick, so is the line, until there is another connection."""
+        if kept.nbytes > _QUICK * (time.monotonic() - kept.sent_at):
+            self.quick = self.routing
+
+    def has_slow_line(self) -> bool:
+        """Return whether the line may be slow: it leads to another host, and was not found to be quick."""
+        return self.quick != self.routing and not self.is_near
 
     def load(self) -> int:
         """Return how many messages it has and did not take. Bring ``room`` up to date."""

@@ -7,15 +7,14 @@ next connection what is kept goes out again, and the consumer drops what it has.
 Large payloads are laid one after the other and cut into pieces. Each is a message of its own: on the sender's side it
 leaves while the next is still being copied, on the receiver's it is put in its place while the next still comes, and
 neither side has more than a few pieces of fresh memory to touch. Fresh memory is what costs: the kernel's zeroes for 100 MB
-take twice as long as the copy. So the pieces' own memory is used again, the last first. And heartbeats pass between the
-pieces of a message, which they cannot within a frame: whoever needs longer for one than a silence may last (1.6 s) is taken
-for dead, again and again. So to another host pieces are smaller: 1.3 Mbit/s are enough for them.
+take twice as long as the copy. So the pieces' own memory is used again, the last first.
 
 What is narrowed (``wire_dtype``) is cast into this memory piece by piece, while those before it are on their way already.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -29,10 +28,9 @@ from tensorpipe_ipc.wire.layout import ALIGN, BULK, LazyPayload
 from tensorpipe_ipc.wire.message import EncodedMessage
 from tensorpipe_ipc.wire.room import lacks_room
 
-__all__ = ["KEPT_AT_MOST", "PIECE", "PIECE_AFAR", "SentMessage", "ResendBuffer"]
+__all__ = ["KEPT_AT_MOST", "PIECE", "SentMessage", "ResendBuffer"]
 
 PIECE = 1 << 20  # bytes, a multiple of ALIGN; and of a block of memory
-PIECE_AFAR = PIECE // 4  # to another host
 KEPT_AT_MOST = 1 << 28  # bytes of messages towards all consumers together; one message may always be kept
 _SPARE = 1 << 23  # bytes of addresses that are left to the rest of the process: libzmq ends it when it gets none
 
@@ -42,6 +40,7 @@ class SentMessage:
 
     Attributes:
         sequence: its number.
+        sent_at: when its sending began, by time.monotonic().
         parts: what it is sent as, one after the other; each a list of frames.
         nbytes: that are kept of it.
         blocks: the memory that the parts are views of.
@@ -50,10 +49,11 @@ class SentMessage:
         weight: bytes that ZeroMQ may hold as long as it has all that it was lent: of this message, and of those before it.
     """
 
-    __slots__ = ("blocks", "is_whole", "lent", "nbytes", "parts", "sequence", "weight")
+    __slots__ = ("blocks", "is_whole", "lent", "nbytes", "parts", "sent_at", "sequence", "weight")
 
     def __init__(self, sequence: int) -> None:
         self.sequence = sequence
+        self.sent_at = time.monotonic()
         self.parts: list[list[Any]] = []
         self.nbytes = 0
         self.blocks: list[Any] = []
@@ -119,12 +119,9 @@ class ResendBuffer:
         """Return why there is no room."""
         return f"{self.nbytes:,} bytes are kept until they are taken, and the limit is {KEPT_AT_MOST:,}"
 
-    def keep(self, kept: SentMessage, message: EncodedMessage, piece: int) -> Iterator[list[Any]]:
+    def keep(self, kept: SentMessage, message: EncodedMessage) -> Iterator[list[Any]]:
         """Have memory for a message, and return its parts. Each is copied when it is asked for, and to be sent before the next
         is. The last one completes it.
-
-        Args:
-            piece: bytes of large payloads from which on they go in pieces of up to so many.
 
         Raises:
             OutOfMemory: there is none.
@@ -143,7 +140,7 @@ class ResendBuffer:
         if not large:
             kept.parts.append([first])
             return iter(kept.parts)
-        return _pieces(kept, first, sources, total, piece) if total > piece else _whole(kept, first, sources)
+        return _pieces(kept, first, sources, total) if total > PIECE else _whole(kept, first, sources)
 
     def give_up(self, kept: SentMessage) -> None:
         """Keep nothing of a message but its number."""
@@ -245,9 +242,9 @@ def _whole(kept: SentMessage, first: bytes, large: list[_Source]) -> Iterator[li
         source.sent(frame, 0)
 
 
-def _pieces(kept: SentMessage, first: bytes, large: list[_Source], total: int, piece: int) -> Iterator[list[Any]]:
+def _pieces(kept: SentMessage, first: bytes, large: list[_Source], total: int) -> Iterator[list[Any]]:
     sent = 0
-    for fills, nbytes in _fills(large, piece):
+    for fills, nbytes in _fills(large):
         start = sent % PIECE
         frame = memoryview(kept.blocks[sent // PIECE])[start : start + nbytes]
         end = 0
@@ -274,17 +271,17 @@ class _Fill(NamedTuple):
     nbytes: int
 
 
-def _fills(large: list[_Source], piece: int) -> Iterator[tuple[list[_Fill], int]]:
-    """Return what each piece is filled with, and its bytes, ``piece`` at most."""
+def _fills(large: list[_Source]) -> Iterator[tuple[list[_Fill], int]]:
+    """Return what each piece is filled with, and its bytes, ``PIECE`` at most."""
     fills, filled = list[_Fill](), 0
     for source in large:
         filled += -filled % ALIGN
         start = 0
         while start < source.nbytes:
-            if filled == piece:
+            if filled == PIECE:
                 yield fills, filled
                 fills, filled = [], 0
-            count = min(piece - filled, source.nbytes - start)
+            count = min(PIECE - filled, source.nbytes - start)
             fills.append(_Fill(filled, source, start, count))
             filled, start = filled + count, start + count
     yield fills, filled

@@ -17,7 +17,7 @@ from tensorpipe_ipc.endpoints.participant import Participant
 from tensorpipe_ipc.endpoints.peer import How, Peer, to_leave_out
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
-from tensorpipe_ipc.endpoints.resend_buffer import PIECE, PIECE_AFAR, ResendBuffer, SentMessage
+from tensorpipe_ipc.endpoints.resend_buffer import ResendBuffer, SentMessage
 from tensorpipe_ipc.errors import Full, OutOfMemory, ProtocolError, SharedMemoryError, ShutDown
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.limits import deadline_of, remaining
@@ -167,6 +167,7 @@ class Sender(Participant):
             peer.taken = sequence
         while peer.kept and peer.kept[0].sequence <= peer.taken:
             kept = peer.kept.popleft()
+            peer.note_carried(kept)
             self._resend_buffer.let_go(kept)
             if kept.lent:
                 peer.unread.append(kept)
@@ -502,7 +503,7 @@ class Sender(Participant):
             return False
         self._finish_last(peer)
         kept = SentMessage(peer.sent + 1)
-        parts = self._resend_buffer.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR)
+        parts = self._resend_buffer.keep(kept, message)
         connected, before = True, self._sent
         try:
             self._sent = peer.sent = kept.sequence
@@ -541,7 +542,7 @@ class Sender(Participant):
         peer.unmarked += small
         mark = peer.unmarked >= _MARK
         try:
-            kept.lent += self.socket.lend(peer.routing, part, mark=mark)
+            kept.lent += self.socket.lend(peer.routing, part, mark=mark, is_slow=peer.has_slow_line())
         except Unreachable:
             return False
         kept.weight += sum(map(len, part)) - small

@@ -1,13 +1,16 @@
-"""Fragments: over tcp, and with keys, a long frame goes as several. Before it has shown a key, an end can make a binder hold
-one of them only.
+"""Fragments: over tcp, and with keys, a long frame goes as several, for two reasons.
 
 libzmq reads a frame to its end before it looks at what is in it, and so also one of somebody whom it does not know yet. How
-long a frame may be it has one limit for, which is the same before and after. So that limit is a fragment's::
+long a frame may be it has one limit for, which is the same before and after. So that limit is a fragment's: before it has
+shown a key, an end can make a binder hold one of them only.
 
-    frame of n bytes    FRAGMENT | FRAGMENT | ... | the rest: fewer than FRAGMENT bytes, perhaps none
+Heartbeats pass between frames, and not within one: whoever needs longer for one than a silence may last (1.6 s) is taken for
+dead, again and again. So fragments are shorter on a line that may be slow, and 0.4 Mbit/s are enough::
 
-One of exactly ``FRAGMENT`` bytes is followed by the next one. Both ends do so: either both have keys or they do not talk.
-Over tcp large payloads come in pieces that are shorter anyway (``resend_buffer``). To join the rest costs a copy.
+    frame of n bytes    size | size | ... | the rest: fewer bytes, perhaps none      size: FRAGMENT, or SHORT_FRAGMENT
+
+One of exactly either size is followed by the next one. Both ends do so: either both have keys or they do not talk.
+Over tcp large payloads come in pieces of 1 MiB (``resend_buffer``), which are cut on such a line only. To join costs a copy.
 """
 
 from __future__ import annotations
@@ -18,21 +21,28 @@ from typing import Any
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.wire.room import lacks_room
 
-__all__ = ["LARGEST_FRAGMENT", "FRAGMENT", "in_fragments", "joined"]
+__all__ = ["FRAGMENT", "LARGEST_FRAGMENT", "SHORT_FRAGMENT", "in_fragments", "joined"]
 
-FRAGMENT = (1 << 20) + 64  # bytes; what goes over tcp in pieces of 1 MiB (``resend_buffer``) is not cut again
+FRAGMENT, SHORT_FRAGMENT = (1 << 20) + 64, (1 << 16) + 64  # bytes
 LARGEST_FRAGMENT = FRAGMENT + 1024  # as it goes over the wire: CURVE adds 33 bytes
+_FOLLOWED = (FRAGMENT, SHORT_FRAGMENT)
 
 
-def in_fragments(frames: Iterable[Any]) -> list[Any]:
-    """Return a message's frames, the long ones cut. Nothing is copied."""
+def in_fragments(frames: Iterable[Any], size: int) -> list[Any]:
+    """Return a message's frames, the long ones cut. Nothing is copied.
+
+    Args:
+        size: ``FRAGMENT`` or ``SHORT_FRAGMENT``.
+    """
     found: list[Any] = []
     for frame in frames:
-        if len(frame) < FRAGMENT:
+        if len(frame) < SHORT_FRAGMENT:
             found.append(frame)
-        else:
-            view = memoryview(frame).cast("B")
-            found += [view[start : start + FRAGMENT] for start in range(0, len(view) + 1, FRAGMENT)]
+            continue
+        view = memoryview(frame).cast("B")
+        found += [view[start : start + size] for start in range(0, len(view), size)]
+        if len(found[-1]) in _FOLLOWED:
+            found.append(b"")
     return found
 
 
@@ -52,7 +62,7 @@ def _frames(fragments: Sequence[memoryview]) -> Iterator[memoryview]:
     run: list[memoryview] = []
     for fragment in fragments:
         run.append(fragment)
-        if len(fragment) != FRAGMENT:
+        if len(fragment) not in _FOLLOWED:
             yield _one(run)
             run = []
     if run:  # cut off by its sender

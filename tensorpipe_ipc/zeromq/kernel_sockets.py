@@ -76,7 +76,8 @@ def listener(path: str, backlog: int) -> socket.socket:
 def process_behind(fd: int, address: Address) -> tuple[int, int] | None:
     """Return the process, and user, at the other end of a connection to a unix socket; None if it is none any more.
 
-    Another user counts by any name that its socket has. The process is 0 then, as that may be another connection by now.
+    The process is 0 where that socket has a name which is not seen to be the address. In another mount namespace it may be;
+    or this is another connection by now, and the one that was asked for has ended, as libzmq will tell.
 
     Args:
         fd: its descriptor. It is libzmq's, whose thread may have closed it by now.
@@ -90,8 +91,7 @@ def process_behind(fd: int, address: Address) -> tuple[int, int] | None:
                 # A name that another user gave its socket is compared, and leads nowhere.
                 if _is_at(connection, address) or (uid == os.geteuid() and _is_there(connection, address)):
                     return pid, uid
-                if uid != os.geteuid():
-                    return 0, uid
+                return 0, uid
     return None
 
 

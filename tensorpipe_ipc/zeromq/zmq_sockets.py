@@ -28,7 +28,7 @@ from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.curve import DOMAIN
-from tensorpipe_ipc.zeromq.fragments import LARGEST_FRAGMENT, in_fragments, joined
+from tensorpipe_ipc.zeromq.fragments import FRAGMENT, LARGEST_FRAGMENT, SHORT_FRAGMENT, in_fragments, joined
 from tensorpipe_ipc.zeromq.frame_reader import FrameReader, Tears
 from tensorpipe_ipc.zeromq.kernel_sockets import prepare_for_bulk
 from tensorpipe_ipc.zeromq.poll_fd import PollFd
@@ -166,12 +166,15 @@ class FrameSocket:
         """
         self.lend(peer, frames, large=False)
 
-    def lend(self, peer: bytes, frames: Sequence[Any], *, large: bool = True, mark: bool = False) -> list[Any]:
+    def lend(
+        self, peer: bytes, frames: Sequence[Any], *, large: bool = True, mark: bool = False, is_slow: bool = False
+    ) -> list[Any]:
         """Send one message, whose large frames ZeroMQ may read from the caller's memory for as long as it likes.
 
         Args:
             large: False: they are copied.
             mark: lend the last one, however small: with it ZeroMQ has let go of all that went before, to this peer.
+            is_slow: whether the line may be slow: heartbeats are to pass more often.
 
         Returns:
             A tracker for each that was lent: it is ``done`` when ZeroMQ has let go of it, whoever got it.
@@ -183,7 +186,7 @@ class FrameSocket:
         self._is_silent = False
         socket = self._socket_to(peer)
         if self._cuts:
-            frames = in_fragments(frames)
+            frames = in_fragments(frames, SHORT_FRAGMENT if is_slow else FRAGMENT)
         send, last = socket.send, len(frames) - 1
         trackers = []
         if self._cut_off is not None:

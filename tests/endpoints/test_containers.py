@@ -230,6 +230,25 @@ def _binds(end: type[tp.Consumer | tp.Producer], others: list[tp.Consumer | tp.P
     return bool(others)
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o1777] if containers.HAS_SMALL else [], ids=oct)
+def test_a_folder_that_containers_see_at_other_places(tmp_path: Path, mode: int) -> None:
+    """Also one that other users may write to: the kernel tells who listens there, if not by which name."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        folder.chmod(mode)
+
+    def put() -> None:
+        with tp.Producer(f"ipc://{there}/end.sock") as producer:
+            producer.put(1, PATIENCE)
+
+    with tp.Consumer(f"ipc://{here}/end.sock") as consumer:
+        getting = in_thread(lambda: consumer.get(2 * PATIENCE))
+        assert containers.run_there(lambda: containers.see_folder_elsewhere(str(here), str(there)), put) == 0
+        assert getting() == 1
+        assert consumer.statistics().transport == "shared memory"
+
+
 def test_a_binder_whose_descriptors_are_closed_to_its_own_user(free_port: int) -> None:
     """The kernel does not let the connector open what it is offered: frames, and all three say so."""
     endpoint = f"tcp://127.0.0.1:{free_port}"

@@ -269,7 +269,7 @@ def _completed(building: Reassembly, octets: bytes) -> bytes:
 def test_a_header_that_denies_its_pieces() -> None:
     """Pieces that are not as long as their header has it: the message is dropped, and the next one comes."""
     tree = [torch.ones(300_000), torch.ones(200_000, dtype=torch.float64)]
-    *pieces, _ = ResendBuffer().keep(SentMessage(1), encode(tree, serializer_named("raw")), PIECE)
+    *pieces, _ = ResendBuffer().keep(SentMessage(1), encode(tree, serializer_named("raw")))
     last = exchange.sent(tree[1:], sequence=1)[0]
     with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
         raw.say(hello("producer", round=1))
@@ -284,8 +284,8 @@ def test_a_header_that_denies_its_pieces() -> None:
 
 def test_a_piece_that_an_exception_took_is_asked_for() -> None:
     """Its message is not dropped, though the header of the whole came: it is taken when the pieces have come again."""
-    tree = torch.arange(2 * BULK)
-    kept = list(ResendBuffer().keep(SentMessage(1), encode(tree, serializer_named("raw")), PIECE // 4))
+    tree = torch.arange(PIECE // 2)
+    kept = list(ResendBuffer().keep(SentMessage(1), encode(tree, serializer_named("raw"))))
     parts = [[bytes(frame) for frame in part] for part in kept]
     assert len(parts) > 3
     with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
@@ -324,17 +324,17 @@ def test_a_type_that_is_not_registered_comes_once(dtype: torch.dtype | None, mon
 
 
 def test_overflows_are_counted_once_however_often_it_is_written() -> None:
-    """A message that is begun again, in pieces of another size, has lost no more than it had."""
-    tensor = torch.ones(5 * PIECE // 8)
+    """A message that is begun again has lost no more than it had."""
+    tensor = torch.ones(2 * PIECE)
     tensor[::1000] = 1e6
     made = narrowing(serializer_named("raw"), torch.float16)
     assert made is not None
     message, keeper = encode(tensor, made), ResendBuffer()
-    begun = keeper.keep(SentMessage(1), message, PIECE // 4)
+    begun = keeper.keep(SentMessage(1), message)
     next(begun), next(begun)
     assert 0 < made.overflowed < len(tensor[::1000])
-    for piece in (PIECE, PIECE // 8):
-        assert len(list(keeper.keep(SentMessage(1), message, piece))) > 2
+    for _ in range(2):
+        assert len(list(keeper.keep(SentMessage(1), message))) > 2
         assert made.overflowed == len(tensor[::1000])
     message.frames(1)
     assert made.overflowed == len(tensor[::1000])

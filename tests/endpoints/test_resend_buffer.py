@@ -32,6 +32,7 @@ from tensorpipe_ipc.endpoints import (
     conversation,
     events,
     greeting,
+    peer,
     peers,
     reassembly,
     receiver,
@@ -43,7 +44,7 @@ from tensorpipe_ipc.endpoints.peer import How
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.producer_peer import ProducerPeer
 from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
-from tensorpipe_ipc.endpoints.resend_buffer import PIECE, PIECE_AFAR, ResendBuffer, SentMessage
+from tensorpipe_ipc.endpoints.resend_buffer import PIECE, ResendBuffer, SentMessage
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
@@ -62,6 +63,7 @@ from tensorpipe_ipc.wire.header import (
 )
 from tensorpipe_ipc.wire.layout import ALIGN
 from tensorpipe_ipc.wire.message import encode
+from tensorpipe_ipc.zeromq.fragments import SHORT_FRAGMENT
 
 pytestmark = pytest.mark.limit(20)
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -639,7 +641,7 @@ def _keep(keeper: ResendBuffer, *sizes: int) -> list[SentMessage]:
     for nbytes in sizes:
         found.append(SentMessage(len(found)))
         message = encode(torch.ones(nbytes, dtype=torch.uint8), serializer_named("raw"))
-        assert list(keeper.keep(found[-1], message, PIECE))
+        assert list(keeper.keep(found[-1], message))
     return found
 
 
@@ -764,7 +766,7 @@ def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
     kept, keeper, made = SentMessage(7), ResendBuffer(), narrowing(serializer_named("raw"), dtype)
     assert made is not None
     message = encode(["small", torch.ones(3), wide, mixed, wide.double().t(), strided], made)
-    parts = list(keeper.keep(kept, message, PIECE_AFAR))
+    parts = list(keeper.keep(kept, message))
     assert parts == kept.parts
     *pieces, last = parts
     assert unpack(memoryview(last[0])).kind == Kind.DATA
@@ -772,7 +774,7 @@ def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
     for head, part in pieces:
         said = piece_of(unpack(memoryview(head)))
         assert said.offset == len(laid)
-        assert len(part) <= PIECE_AFAR
+        assert len(part) <= PIECE
         assert any(np.shares_memory(part, block) for block in kept.blocks)
         laid += bytes(part)
     assert {piece_of(unpack(memoryview(head))).total for head, _ in pieces} == {len(laid)}
@@ -955,10 +957,9 @@ def test_pieces_that_are_none(pieces: list[tuple[bytes, ...]]) -> None:
 
 @pytest.mark.parametrize("identity", [ELSEWHERE, process.identity()], ids=["another host", "this host"])
 def test_the_size_of_pieces(identity: Identity) -> None:
-    """None is larger than what a slow line gets over before it is taken for dead; on one host they are larger."""
-    limit = PIECE if identity is not ELSEWHERE else PIECE_AFAR
-    tree = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (limit + 1, 70_001, 3 * limit)]
-    total = limit + 64 + 70_016 + 3 * limit
+    """To another host no frame is longer than what a slow line gets over before it is taken for dead."""
+    tree = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (PIECE + 1, 70_001, 3 * PIECE)]
+    total = PIECE + 64 + 70_016 + 3 * PIECE
     with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
         raw.say(hello("consumer", identity=identity, window=1))
         producer.put(tree, PATIENCE)
@@ -966,14 +967,56 @@ def test_the_size_of_pieces(identity: Identity) -> None:
         while (head := unpack(memoryview((frames := raw.hear())[0]))).kind != Kind.DATA:
             if head.kind == Kind.PIECE:
                 assert piece_of(head) == (len(laid), total)
-                assert len(frames[1]) == min(limit, total - len(laid))
-                laid += frames[1]
+                assert sum(map(len, frames[1:])) == min(PIECE, total - len(laid))
+                assert max(map(len, frames)) <= (PIECE if identity is not ELSEWHERE else SHORT_FRAGMENT)
+                laid += b"".join(frames[1:])
         at = 0
         for tensor in tree:
             assert laid[at : at + len(tensor)] == bytes(tensor.numpy())
             at += -(-len(tensor) // 64) * 64
         raw.say(pack(Kind.CREDIT, head.sequence))
         producer.flush(PATIENCE)
+
+
+def test_frames_are_short_until_a_line_is_found_to_be_quick() -> None:
+    """To another host. By the next connection they are short again, as it may be another line, or a slow one that was torn."""
+    tree = {"small": [torch.zeros(20_000)] * 30, "large": torch.zeros(1 << 18)}
+
+    def longest(raw: RawEnd) -> int:
+        producer.put(tree, PATIENCE)
+        found = 0
+        while (head := unpack(memoryview((frames := raw.hear())[0]))).kind != Kind.DATA:
+            found = max(found, *map(len, frames))
+        raw.say(pack(Kind.CREDIT, head.sequence))
+        producer.flush(PATIENCE)
+        return max(found, *map(len, frames))
+
+    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer:
+        for _ in range(2):
+            with RawEnd(producer.endpoint) as raw:
+                raw.say(hello("consumer", identity=ELSEWHERE, window=1))
+                assert longest(raw) <= SHORT_FRAGMENT
+                assert longest(raw) > SHORT_FRAGMENT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [[10_000] * 8, [80_000]], ids=["small", "large"])
+def test_messages_get_over_a_slow_line(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
+    """One of half a megabit a second, to another host: no silence is taken for a death, and nothing is sent again."""
+    monkeypatch.setattr(peers.Peers, "sight_of", lambda *_: Sight(why_not="as if it were another host"))
+    monkeypatch.setattr(peer.Peer, "is_near", False)
+    tree = {str(number): torch.rand(size) for number, size in enumerate(sizes)}
+    with (
+        tp.Consumer(LOOPBACK, shared_memory="off") as consumer,
+        Proxy(int(consumer.endpoint.rpartition(":")[2]), rate=65_536) as line,
+        tp.Producer(line.endpoint) as producer,
+    ):
+        putting = in_thread(lambda: producer.put(tree, PATIENCE))
+        got = consumer.get(PATIENCE)
+        assert all(torch.equal(got[name], tensor) for name, tensor in tree.items())
+        putting()
+        producer.flush(PATIENCE)
+        assert producer.statistics().resent == 0
 
 
 def test_a_message_with_a_piece_missing_is_dropped() -> None:

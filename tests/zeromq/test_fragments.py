@@ -18,9 +18,10 @@ from secured import binders, connectors, make_keys
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.zeromq import zmq_sockets
-from tensorpipe_ipc.zeromq.fragments import FRAGMENT, LARGEST_FRAGMENT, in_fragments, joined
+from tensorpipe_ipc.zeromq.fragments import FRAGMENT, LARGEST_FRAGMENT, SHORT_FRAGMENT, in_fragments, joined
 
 SIZES = (0, 1, FRAGMENT - 1, FRAGMENT, FRAGMENT + 1, 2 * FRAGMENT, 3 * FRAGMENT - 1)
+SHORT_SIZES = (SHORT_FRAGMENT - 1, SHORT_FRAGMENT, SHORT_FRAGMENT + 1, 2 * SHORT_FRAGMENT, FRAGMENT + SHORT_FRAGMENT)
 
 
 def _joined(fragments: list[bytes]) -> list[bytes]:
@@ -29,13 +30,14 @@ def _joined(fragments: list[bytes]) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
-@pytest.mark.parametrize("first", SIZES)
-@pytest.mark.parametrize("second", SIZES)
-def test_frames_come_whole(first: int, second: int) -> None:
+@pytest.mark.parametrize("size", [FRAGMENT, SHORT_FRAGMENT])
+@pytest.mark.parametrize("first", SIZES + SHORT_SIZES)
+@pytest.mark.parametrize("second", SIZES + SHORT_SIZES)
+def test_frames_come_whole(first: int, second: int, size: int) -> None:
     """Whatever their lengths; no fragment is longer than it may be."""
     frames = [b"header", b"x" * first, b"y" * second, b"end"]
-    fragments = [bytes(fragment) for fragment in in_fragments(frames)]
-    assert max(map(len, fragments)) <= FRAGMENT
+    fragments = [bytes(fragment) for fragment in in_fragments(frames, size)]
+    assert max(map(len, fragments)) <= size
     assert _joined(fragments) == frames
 
 

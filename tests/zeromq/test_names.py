@@ -224,7 +224,7 @@ def test_why_a_name_is_not_found(server: NameServer, keys: Path, free_port: int)
     """It is told whether there is no such host, or nobody who knows has answered."""
     silent = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
     for server.answer, why in (
-        (NO_SUCH_HOST, "nobody listens there, or no host has that name; one of"),
+        (NO_SUCH_HOST, "nobody listens there, or no host has that name, or its answer takes over 0.7 s; one of"),
         (silent, "yet; its host's name cannot be looked up: Temporary failure in name resolution$"),
     ):
         with tp.Producer(f"tcp://{NAME}:{free_port}", security=connectors(keys), linger=0) as producer:
