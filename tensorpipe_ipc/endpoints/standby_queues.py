@@ -46,8 +46,8 @@ class StandbyQueues:
 
     def open(self, address: Address, key: str, hello: Hello) -> None:
         """Have a file, from now on, if that can be. See RendezvousFile."""
-        self._file = RendezvousFile(address, key)
         try:
+            self._file = RendezvousFile(address, key)
             self._file.open(hello)
         except (OSError, Refused) as failed:
             self.withdraw()

@@ -147,13 +147,18 @@ def test_a_path_that_is_no_utf8() -> None:
 
 
 def test_where_no_temporary_folder_can_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A bare name is refused, with what to do. The first that can be is taken."""
+    """A bare name is refused, with what to do; over tcp frames come. The first that can be is taken."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     for name in ("TMPDIR", "TEMP", "TMP"):
         monkeypatch.setenv(name, "relative")
     monkeypatch.setattr(addresses, "_TEMPORARY", ("/missing",))
     with pytest.raises(Refused, match="none of /missing may be written to; set XDG_RUNTIME_DIR, or TMPDIR"):
         Consumer("frames")
+    with Consumer("tcp://127.0.0.1:0") as consumer, Producer(consumer.endpoint) as producer:
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        assert consumer.get(PATIENCE) == 1
+        putting()
+        assert "none of /missing may be written to" in consumer.statistics().transport
     monkeypatch.setattr(addresses, "_TEMPORARY", ("/missing", str(tmp_path)))
     assert runtime_folder() == f"{tmp_path}/tensorpipe_ipc-{os.geteuid()}"
 
