@@ -23,7 +23,7 @@ slow: $(VENV)/.test
 
 # What the compiled path does, once more without it: the tests of every day. With all the others: TENSORPIPE_IPC_COMPILED=0 make test slow
 pure: $(VENV)/.test
-	TENSORPIPE_IPC_COMPILED=0 $(PY) -m pytest -n 3 --dist worksteal -m 'not kills and not slow' tests/queues tests/endpoints/test_endpoints.py
+	TENSORPIPE_IPC_COMPILED=0 $(PY) -m pytest -n 3 --dist worksteal -m 'not kills and not slow' tests/queues tests/memory tests/endpoints/test_endpoints.py
 
 kills: $(VENV)/.test
 	$(PY) -m pytest -n 2 -m kills $(TESTS)

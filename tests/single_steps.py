@@ -26,6 +26,7 @@ def main() -> int:
     """Go through them, and tell how many instructions each call has."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="only each n-th instruction")
+    parser.add_argument("--first", type=int, default=0, help="instructions that are not tried again")
     parser.add_argument("--size", type=int, default=400, help="bytes of a message; from 32 KiB on it comes as a lease")
     parser.add_argument("--maxsize", type=int, default=4)
     parser.add_argument("calls", nargs="*", help=f"of {', '.join(CALLS)}; all of them")
@@ -34,7 +35,7 @@ def main() -> int:
         print(f"there is no compiled path: {compiled.why_off()}")
         return 1
     for name in options.calls or CALLS:
-        deadly, count, began = DeadlyQueue(name, options.size, options.maxsize), 0, time.monotonic()
+        deadly, count, began = DeadlyQueue(name, options.size, options.maxsize), options.first, time.monotonic()
         while _killed_after(count, deadly):
             deadly.check()
             count += options.every

@@ -33,6 +33,7 @@ from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.put_end import PutEnd
 from tensorpipe_ipc.shared_queue.survey import survey
+from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
 
 LIMIT = 20
 
@@ -305,6 +306,27 @@ def test_what_was_only_put_aside_was_not_tried() -> None:
             there.get_many(3, as_numpy=True)
     assert there.get(timeout=LIMIT).dtype == torch.bfloat16
     assert there.get(timeout=LIMIT) == "next"
+    assert there.statistics().undecodable == 0
+
+
+def test_what_came_before_its_turn_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of the log, and is set aside: it has failed to arrive no more often for that."""
+    there, count, taken = Queue(), 8_300, TokenPipe._take_behind  # more than a pipe holds
+    objects = [torch.full((1,), number, dtype=torch.bfloat16) if number > 8_000 else number for number in range(count)]
+    for each in objects:
+        there.put(each)
+
+    def come_early(pipe: TokenPipe, *arguments: Any) -> int:
+        monkeypatch.undo()
+        return -taken(pipe, *arguments)
+
+    monkeypatch.setattr(TokenPipe, "_take_behind", come_early)
+    for number, each in enumerate(objects):
+        for _ in range(7 * (number > 8_000)):  # it is dropped with the eighth try
+            with pytest.raises(UnsupportedLeaf, match="bfloat16"):
+                there.get(as_numpy=True)
+        assert there.get(timeout=LIMIT) == each
+    assert TokenPipe._take_behind is taken
     assert there.statistics().undecodable == 0
 
 

@@ -132,6 +132,44 @@ def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits(st
     os.close(tell)
 
 
+@pytest.mark.slow
+@strides(29, 197)
+@pytest.mark.parametrize("immediate", [False, True])
+def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_refuses_all_puts(step: int, immediate: bool) -> None:
+    """Those that wait for room."""
+    ended, tell = os.pipe()
+    begun = 0
+    waits = [
+        lambda there: there.put(1),
+        lambda there: there.put(1, timeout=LIMIT),
+        lambda there: there.put_many([1, 2]),
+    ]
+
+    def is_refused(there: Queue, wait: Wait) -> None:
+        refused(there, wait)
+        os.write(tell, b".")
+
+    def killed(point: int) -> bool:
+        nonlocal begun
+        there = Queue(1)
+        there.put(0)
+        with waiters(there, [lambda wait=wait: is_refused(there, wait) for wait in waits]) as pids:  # type: ignore[misc]
+            was_killed = dies_at(point, lambda: there.shutdown(immediate), shared_queue_of(there).attachment.attach)
+            if select.select([ended], [], [], SOON)[0]:
+                begun += 1
+            else:
+                there.shutdown()
+            assert [reap(pid) for pid in pids] == [0, 0, 0]
+        os.read(ended, len(pids))
+        return was_killed
+
+    for _ in points(killed, stride=step):
+        pass
+    assert begun
+    os.close(ended)
+    os.close(tell)
+
+
 def test_a_shutdown_whose_only_bell_went_down_with_its_taker_is_finished_by_who_looks() -> None:
     """Both were killed, the process that shut down and the one that it woke: the word of the dead one still says it."""
     there = Queue(1)

@@ -94,6 +94,34 @@ def test_what_one_side_writes_the_other_sees(name: str) -> None:
     assert there.statistics().shared_by_torch >= 1
 
 
+class Mapped(torch.Tensor):
+    """Mapped from a file, whose name is all that is sent of it: as of TensorDict's."""
+
+    file = ""
+
+
+def _mapped(file: str) -> Mapped:
+    tensor = torch.from_file(file, shared=True, size=1 << 14).as_subclass(Mapped)
+    tensor.file = file
+    return tensor
+
+
+def test_a_type_that_has_a_reducer_of_its_own_in_multiprocessing_is_sent_by_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so its memory stays shared."""
+    file = tmp_path / "mapped"
+    file.write_bytes(bytes(4 << 14))
+    reducers: dict[Any, Any] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    monkeypatch.setitem(reducers, Mapped, lambda tensor: (_mapped, (tensor.file,)))
+    there = tp.Queue()
+    sent = _mapped(str(file))
+    there.put({"x": sent})
+    got = there.get(timeout=LIMIT)["x"]
+    sent[5] = 7
+    assert (type(got), got[5].item()) == (Mapped, 7)
+
+
 def _collect(there: Any, ready: Any) -> None:
     data = {"frames": torch.zeros(4, 3).share_memory_(), "reward": torch.zeros(4).share_memory_()}
     there.put(data)
