@@ -136,7 +136,7 @@ def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits(st
 @strides(29, 197)
 @pytest.mark.parametrize("immediate", [False, True])
 def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_refuses_all_puts(step: int, immediate: bool) -> None:
-    """Those that wait for room."""
+    """Each that waits for room is told."""
     ended, tell = os.pipe()
     begun = 0
     waits = [
