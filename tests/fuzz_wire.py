@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the zoo, where this runs without pytest
 
@@ -36,10 +37,10 @@ import torch
 import zoo
 from exchange import encoded, forget_schemas, read, sent
 
+from tensorpipe_ipc.endpoints import resend_buffer
 from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, framed, read_status
 from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
 from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer, Rendezvous, packed, unpacked
-from tensorpipe_ipc.endpoints.resend_buffer import ResendBuffer, SentMessage
 from tensorpipe_ipc.errors import TensorPipeError, UnsupportedLeaf
 from tensorpipe_ipc.memory import handover
 from tensorpipe_ipc.memory.leases import Octets
@@ -102,8 +103,9 @@ def in_pieces(tree: Any) -> Frames:
     """The frames of a message whose floats were narrowed, piece by piece, and at last its header."""
     encoder = narrowing(serializer_named("raw"), torch.float16)
     assert encoder is not None
-    parts = ResendBuffer().keep(SentMessage(3), encode(tree, encoder), 1 << 16)
-    return [bytes(frame) for part in parts for frame in part]
+    with mock.patch.object(resend_buffer, "PIECE", 1 << 16):  # there may be smaller ones
+        parts = resend_buffer.ResendBuffer().keep(resend_buffer.SentMessage(3), encode(tree, encoder))
+        return [bytes(frame) for part in parts for frame in part]
 
 
 def blocks() -> list[Frames]:

@@ -593,6 +593,7 @@ class Sender(Participant):
             idle = self._resend_buffer.drop_idle()  # it must not be why
             if not idle and (timeout < SLICE or isinstance(error, SharedMemoryError)):
                 raise
+            self._short = peer, str(error)  # what follows may take until the time is over
             self.drain()
             self.look_around()
             return False

@@ -23,6 +23,7 @@ from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.endpoints import participant, resend_buffer
+from tensorpipe_ipc.endpoints.sender import Sender
 from tensorpipe_ipc.memory import arena
 from tensorpipe_ipc.memory.segment import CAPACITY, PAGE_LOCKED
 from tensorpipe_ipc.shared_queue import put_end
@@ -250,17 +251,25 @@ def test_a_put_for_which_there_can_be_no_memory_says_so_at_once(
 
 
 @ONLY_SHARED_MEMORY
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_full_names_who_holds_the_memory(count: int) -> None:
-    """The text says how much waits with each consumer, and how much each keeps, which waits nowhere."""
+def test_full_names_who_holds_the_memory(count: int, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text says how much waits with each consumer, and how much each keeps, which waits nowhere.
+
+    Also where the machine does other things until the time is over.
+    """
     message = torch.ones(1 << 18, dtype=torch.uint8)
     with _fan(count, 1 << 20, children.hold, 2) as (producer, crowd):
         told = ""
+        if is_late:
+            monkeypatch.setattr(Sender, "is_late", lambda *_: True)
+            monkeypatch.setattr(Sender, "look_around", lambda *_, **__: time.sleep(0.3))
         while not told:
             try:
                 producer.put(message, 0.3)
             except tp.Full as full:
                 told = str(full)
+        monkeypatch.undo()
         for child in crowd:
             child.result()
             assert f"consumer pid {child.pid}" in told
