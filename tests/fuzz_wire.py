@@ -370,7 +370,7 @@ def _put_in_place(head: header.Header, frames: Frames) -> str:
         head = header.unpack(memoryview(frames[at]))
         if head.kind != header.Kind.PIECE:
             return "control"
-        if not assembly.add(head, memoryview(bytearray(frames[at + 1]))):
+        if not assembly.add(header.piece_of(head), memoryview(bytearray(frames[at + 1]))):
             return "gap"
     if not len(frames) % 2:
         return "piece"

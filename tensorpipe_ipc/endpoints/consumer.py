@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.cuda.staging import arrival_of
-from tensorpipe_ipc.endpoints.conversation import PEER_TIMEOUT, Opening
+from tensorpipe_ipc.endpoints.conversation import Opening
 from tensorpipe_ipc.endpoints.end import End
 from tensorpipe_ipc.endpoints.negotiation import how_to_accept
 from tensorpipe_ipc.endpoints.peer import How, Peer, lost_or_failed
@@ -36,6 +36,7 @@ from tensorpipe_ipc.wire.in_block import BY_REFERENCE, OFFERS, ON_DEVICE, parts_
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.room import lacks_memory, made_with_room
 from tensorpipe_ipc.wire.schema import ALIAS, Schema, keep, schema_of
+from tensorpipe_ipc.zeromq.zmq_sockets import PEER_TIMEOUT
 
 __all__ = ["Consumer", "ConsumerStatistics"]
 
@@ -134,7 +135,8 @@ class Consumer(End):
                 many have left, however late they come. None: never, as for a server; then one that fails or vanishes is logged
                 and counted, and not raised.
             peer_timeout: over tcp, seconds after the last sign of life until a producer counts as gone that is out of sight: on
-                another host, or with another runtime folder. Producers of this user on this host are seen to be there or not.
+                another host, of another user, or with another runtime folder. Others are seen to be there or not. Between
+                hosts a silent connection is made anew after a sixth of it, or after 10 seconds.
 
         Raises:
             UnknownSerializer: a name in ``accept`` is not registered; the known ones are named.

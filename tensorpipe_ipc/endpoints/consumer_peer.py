@@ -79,8 +79,8 @@ class ConsumerPeer(Peer):
             self.quick = self.routing
 
     def has_slow_line(self) -> bool:
-        """Return whether the line may be slow: it leads to another host, and was not found to be quick."""
-        return self.quick != self.routing and not self.is_near
+        """Return whether the line may be slow: it was not found to be quick."""
+        return self.quick != self.routing
 
     def load(self) -> int:
         """Return how many messages it has and did not take. Bring ``room`` up to date."""

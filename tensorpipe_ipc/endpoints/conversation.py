@@ -103,12 +103,11 @@ from tensorpipe_ipc.zeromq.binder import Binder
 from tensorpipe_ipc.zeromq.connector import Connector
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, SocketError
 
-__all__ = ["PEER_TIMEOUT", "Conversation", "Opening", "Owner", "log"]
+__all__ = ["Conversation", "Opening", "Owner", "log"]
 
 log = logging.getLogger("tensorpipe_ipc")
 
 _MAX_REJECTION = 2000  # bytes of text
-PEER_TIMEOUT = 60.0  # seconds
 _CONNECTS = 0.25  # seconds that a closing connector tries to get the binder
 _TOLD = 0.1  # seconds until a connection's end is known, where the other process has closed it
 _AT_ONCE = 0.02  # seconds that one look at the peers may take
@@ -173,7 +172,7 @@ class _InHand(NamedTuple):
     """The message that was read, and is being dealt with."""
 
     routing: bytes
-    last_size: int  # of its last frame
+    nbytes: int  # of it
     peer: Peer | None  # by whose connection it came
     worth: int  # how many of its messages had brought something, or might have
     began: float  # in this thread's processor time, if it came from a stranger; else 0
@@ -237,7 +236,11 @@ class Conversation:
         self._asked = 0.0  # when a binder last asked who is still connected
         self._tears = 0  # of the socket, that were dealt with
         self.socket: FrameSocket = (Binder if bind else Connector)(
-            address, receives=self.role == "consumer", window=opening.window, security=security
+            address,
+            receives=self.role == "consumer",
+            window=opening.window,
+            security=security,
+            peer_timeout=opening.peer_timeout,
         )
         self.presence = Presence(binds=bind) if address.scheme != "inproc" else None
         self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
@@ -454,11 +457,10 @@ class Conversation:
         has_waited = self.hangs_up and (peer is None or _is_a(Kind.HELLO, frames))
         is_strange = self.hangs_up and (peer is None or ((not peer.brought or has_waited) and not peer.is_seen()))
         worth = 0 if peer is None else peer.brought + peer.repeated
-        began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
+        began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", sum(map(len, frames))
         try:
             if peer is not None or not self.socket.binds:  # a stranger's long frame is not worth a copy
                 frames, refused = self._joined(frames)
-                nbytes = len(frames[-1])
             self._interpret(routing, frames, refused)
         except Exception as error:
             self.reject_or_raise(error, self.peers.get(routing))
@@ -469,7 +471,12 @@ class Conversation:
             self._in_hand = message  # only now: what an exception cuts short after its first event is read again
 
     def _joined(self, frames: list[Any]) -> tuple[list[Any], str]:
-        """Return the frames, put together. Idle memory must not be why there is none for that."""
+        """Return the frames, put together. Idle memory must not be why there is none for that.
+
+        But for a piece's: each fragment goes to its place as it came, without a copy.
+        """
+        if len(frames) > 2 and _is_a(Kind.PIECE, frames):
+            return frames if len(frames[-1]) else frames[:-1], ""
         whole, refused = self.socket.joined(frames)
         return self.socket.joined(frames) if refused and self.owner.give_back_idle() else (whole, refused)
 
@@ -478,7 +485,7 @@ class Conversation:
         message, self._in_hand = self._in_hand, None
         if message is None:
             return
-        self.nbytes += message.last_size
+        self.nbytes += message.nbytes
         if self.hangs_up:
             self._judge(message)
         self.socket.received()
@@ -501,7 +508,7 @@ class Conversation:
         """Return whether a message is heard that came to a port which strangers reach. If not, it may be hung up on."""
         strangers = self.strangers
         if strangers.is_over(routing):
-            if strangers.says_too_much(routing, len(frames[-1])):
+            if strangers.says_too_much(routing, sum(map(len, frames))):
                 self.reject(IDLES)
                 self.socket.hang_up()
             return False

@@ -11,7 +11,7 @@ from tensorpipe_ipc.compiled import CompiledPath
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.errors import EndOfStream, PeerLost, StreamFailed
-from tensorpipe_ipc.process import Identity, identity
+from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.wire.header import Ending, Hello, failed
 
 __all__ = ["How", "Peer", "ending_by", "lost_or_failed", "to_leave_out"]
@@ -120,11 +120,6 @@ class Peer:
     def is_still(self, hello: Hello) -> bool:
         """Return whether it is the same end that says so."""
         return self.hello.end == hello.end and self.hello.identity == hello.identity
-
-    @property
-    def is_near(self) -> bool:
-        """Return whether it is on this host."""
-        return bool(self.identity.boot) and self.identity.boot == identity().boot
 
     def may_return(self, patience: float) -> bool:
         """Return whether it is to be waited for, now that its connection has ended. Note since when.

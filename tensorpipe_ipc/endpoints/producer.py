@@ -16,7 +16,7 @@ from tensorpipe_ipc.compiled import why_off
 from tensorpipe_ipc.cuda.on_device import CudaIpcSender
 from tensorpipe_ipc.cuda.staging import staged
 from tensorpipe_ipc.endpoints.consumer_peer import ConsumerPeer
-from tensorpipe_ipc.endpoints.conversation import PEER_TIMEOUT, Opening
+from tensorpipe_ipc.endpoints.conversation import Opening
 from tensorpipe_ipc.endpoints.end import End
 from tensorpipe_ipc.endpoints.peer import lost_or_failed
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
@@ -35,6 +35,7 @@ from tensorpipe_ipc.wire.in_block import BY_REFERENCE, metadata_of
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import EncodedMessage, encode
 from tensorpipe_ipc.wire.room import made_with_room
+from tensorpipe_ipc.zeromq.zmq_sockets import PEER_TIMEOUT
 
 __all__ = ["Producer", "ProducerStatistics"]
 
@@ -124,7 +125,8 @@ class Producer(End):
                 Such a message is lost if this process ends before it was taken. Else they are staged, and ``statistics()``
                 says why. With ``wire_dtype`` they always are.
             peer_timeout: over tcp, seconds after the last sign of life until a consumer counts as gone that is out of sight: on
-                another host, or with another runtime folder. Consumers of this user on this host are seen to be there or not.
+                another host, of another user, or with another runtime folder. Others are seen to be there or not. Between
+                hosts a silent connection is made anew after a sixth of it, or after 10 seconds.
 
         Raises:
             UnknownSerializer: no serializer of that name; the known ones are named.

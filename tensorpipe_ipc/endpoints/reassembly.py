@@ -29,7 +29,7 @@ import numpy as np
 
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.headroom import addresses_left, headroom
-from tensorpipe_ipc.wire.header import Header, Piece, piece_of
+from tensorpipe_ipc.wire.header import Header, Piece
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 from tensorpipe_ipc.wire.room import LOOKED, made_with_room
 from tensorpipe_ipc.wire.schema import schema_of
@@ -196,15 +196,14 @@ class Reassembly:
         """Return whether all pieces have come: they lie in their memory, or are dropped as there is none for them."""
         return self.filled == self.total
 
-    def add(self, header: Header, piece: memoryview) -> bool:
-        """Put a piece in its place, once. False if one before it is missing.
+    def add(self, said: Piece, piece: memoryview) -> bool:
+        """Put a piece, or a part of one, in its place, once. False if one before it is missing.
 
         An exception of a signal's handler may come anywhere within: then the message is put together from its beginning.
 
         Raises:
             ProtocolError: it lies beyond what was announced.
         """
-        said = piece_of(header)
         offset, end = said.offset, said.offset + len(piece)
         if said.total != self.total or end > self.total:
             raise ProtocolError(f"a piece of bytes {offset} to {end} of {said.total}, in {self.total} announced")

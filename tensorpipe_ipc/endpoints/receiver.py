@@ -603,9 +603,9 @@ class Receiver(Participant):
         self._round = peer.round = max(self._round, peer.round) + 1
 
     def _piece(self, peer: ProducerPeer, header: Header, frames: list[Any]) -> None:
-        """A piece of a message came. It is put in its place; DATA of the same number completes the message."""
+        """A piece of a message came, or fragments of one. It is put in its place; DATA of the same number completes it."""
         self._check_uses_frames(peer)
-        if len(frames) != 2:
+        if len(frames) < 2:
             raise ProtocolError(f"a PIECE of {len(frames)} frames from {peer}")
         if header.sequence <= peer.taken or not self._is_next(peer, header):
             peer.repeated += 1
@@ -614,9 +614,11 @@ class Receiver(Participant):
         gives_up = reassembly is not None and reassembly.sequence != header.sequence
         if reassembly is None or gives_up:
             reassembly = peer.reassembly = Reassembly(header.sequence, piece_of(header), self._buffers, peer.largest)
-        before = reassembly.filled
+        before, said, is_in_place = reassembly.filled, piece_of(header), True
         try:
-            is_in_place = reassembly.add(header, frames[1])
+            for fragment in frames[1:]:
+                is_in_place = is_in_place and reassembly.add(said, fragment)
+                said = said._replace(offset=said.offset + len(fragment))
         except ProtocolError:
             peer.reassembly = None  # its message will not come again as another
             raise

@@ -40,7 +40,7 @@ from tensorpipe_ipc.zeromq.zmq_contexts import (
     repeated,
     router,
 )
-from tensorpipe_ipc.zeromq.zmq_sockets import FrameSocket
+from tensorpipe_ipc.zeromq.zmq_sockets import PEER_TIMEOUT, FrameSocket
 
 __all__ = ["Binder"]
 
@@ -64,9 +64,17 @@ class Binder(FrameSocket):
 
     binds = True
 
-    def __init__(self, address: Address, *, receives: bool, window: int = 0, security: Curve | None = None) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        receives: bool,
+        window: int = 0,
+        security: Curve | None = None,
+        peer_timeout: float = PEER_TIMEOUT,
+    ) -> None:
         """See FrameSocket."""
-        super().__init__(address, receives=receives, window=window, security=security)
+        super().__init__(address, receives=receives, window=window, security=security, peer_timeout=peer_timeout)
         self._socket: zmq.Socket[bytes] | Any = None
         self._reader: NamedFrameReader | Any = None
         self._fd = self._gate_fd = -1  # once they are watched

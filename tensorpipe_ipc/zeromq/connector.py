@@ -29,7 +29,7 @@ from tensorpipe_ipc.zeromq.line import Line
 from tensorpipe_ipc.zeromq.names import Host
 from tensorpipe_ipc.zeromq.timer_fd import TimerFd
 from tensorpipe_ipc.zeromq.zmq_contexts import acquire, has_descriptors, if_bound_here, is_bound_here, open_socket
-from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, Unreachable
+from tensorpipe_ipc.zeromq.zmq_sockets import PEER_TIMEOUT, SLICE, FrameSocket, Unreachable
 
 __all__ = ["Connector"]
 
@@ -46,9 +46,17 @@ class Connector(FrameSocket):
         self_connections: how often it had itself on the line.
     """
 
-    def __init__(self, address: Address, *, receives: bool, window: int = 0, security: Curve | None = None) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        receives: bool,
+        window: int = 0,
+        security: Curve | None = None,
+        peer_timeout: float = PEER_TIMEOUT,
+    ) -> None:
         """See FrameSocket."""
-        super().__init__(address, receives=receives, window=window, security=security)
+        super().__init__(address, receives=receives, window=window, security=security, peer_timeout=peer_timeout)
         self._context: zmq.Context[Any]
         self._keys: dict[int, bytes] = {}
         self._host = Host(address) if address.has_name else None

@@ -34,20 +34,18 @@ from tensorpipe_ipc.zeromq.kernel_sockets import prepare_for_bulk
 from tensorpipe_ipc.zeromq.poll_fd import PollFd
 from tensorpipe_ipc.zeromq.zmq_contexts import hold_reaper, release
 
-__all__ = ["SLICE", "FrameSocket", "SocketError", "Unreachable", "library"]
+__all__ = ["PEER_TIMEOUT", "SLICE", "FrameSocket", "heartbeats", "SocketError", "Unreachable", "library"]
 
 SLICE = 0.1  # seconds: the longest that a wait goes without looking at who is still there
 _SLICE_MS = int(SLICE * 1000)
 _MORE, _LAST = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
-# Milliseconds. A connection by which nothing has come for 1.6 s is given up, and made anew. An attempt to connect that the
-# kernel would repeat after 1, 3, 7 ... s is made again by us, so that a line that is back is found within a second.
-HEARTBEATS = {
-    zmq.HEARTBEAT_IVL: 400,
-    zmq.HEARTBEAT_TIMEOUT: 1600,
-    zmq.HEARTBEAT_TTL: 1600,
-    zmq.TCP_MAXRT: 3000,
-    zmq.CONNECT_TIMEOUT: 700,
-}
+# A connection by which nothing has come for so many seconds is given up, and made anew. On the way to another host routers may
+# hold seconds of a slow line. What is lost there is sent again behind all that, and nothing comes until it is there.
+_SILENCE, _SILENCE_AFAR = 1.6, 10.0
+PEER_TIMEOUT = 60.0  # seconds that a silent peer is waited for, of which that may be a sixth
+# An attempt to connect that the kernel would repeat after 1, 3, 7 ... s is made again by us after so many milliseconds, so that
+# a line that is back is found within a second.
+_CONNECT = 700
 # Bytes of one frame: more than fits, and not "no limit", which a hostile length would take at its word.
 _LARGEST = 1 << 40
 # Messages of one frame that ZeroMQ may hold for a peer: more than one that reads ever leaves there.
@@ -81,7 +79,15 @@ class FrameSocket:
     dropped = 0
     key = ""
 
-    def __init__(self, address: Address, *, receives: bool, window: int, security: Curve | None) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        receives: bool,
+        window: int,
+        security: Curve | None,
+        peer_timeout: float = PEER_TIMEOUT,
+    ) -> None:
         """Nothing is opened yet.
 
         Args:
@@ -89,8 +95,10 @@ class FrameSocket:
             receives: whether this is the end that the messages come to.
             window: how many messages may be in flight to or from one peer.
             security: keys to use.
+            peer_timeout: seconds that a silent peer is waited for, over tcp.
         """
         self.address = address
+        self._peer_timeout = peer_timeout
         self.connection = 0
         self.routing = b""
         self.reads_out = b""
@@ -137,7 +145,7 @@ class FrameSocket:
             zmq.ZAP_DOMAIN: DOMAIN,
         }
         if is_tcp:
-            both |= {zmq.IPV6: 1, **HEARTBEATS}
+            both |= {zmq.IPV6: 1, **heartbeats(is_remote=self.address.is_remote, peer_timeout=self._peer_timeout)}
         for option, value in {**both, **options}.items():
             socket.setsockopt(option, value)
 
@@ -489,6 +497,24 @@ class FrameSocket:
 
     def _close_sockets(self, linger: float) -> None:
         raise NotImplementedError
+
+
+def heartbeats(*, is_remote: bool, peer_timeout: float) -> dict[Any, int]:
+    """Return the options by which a silent connection over tcp is given up.
+
+    Args:
+        is_remote: whether other hosts come into it.
+        peer_timeout: as in ``FrameSocket``.
+    """
+    silence = max(_SILENCE, min(_SILENCE_AFAR, peer_timeout / 6)) if is_remote else _SILENCE
+    milliseconds = int(1000 * silence)
+    return {
+        zmq.HEARTBEAT_IVL: 400,
+        zmq.HEARTBEAT_TIMEOUT: milliseconds,
+        zmq.HEARTBEAT_TTL: milliseconds,
+        zmq.TCP_MAXRT: milliseconds + 1400,
+        zmq.CONNECT_TIMEOUT: _CONNECT,
+    }
 
 
 def _marked(frame: bytes) -> zmq.Frame | None:

@@ -22,6 +22,7 @@ from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.endpoints.greeting import Greeting
+from tensorpipe_ipc.zeromq import zmq_sockets
 from tensorpipe_ipc.zeromq.addresses import runtime_folder
 from tests.partitions import campaign
 
@@ -303,3 +304,30 @@ def _meet(consumer: tp.Consumer, until: Callable[[], object]) -> None:
     while not until():
         assert time.monotonic() < deadline
         assert not consumer._receiver.pump(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer_timeout", [60.0, 6.0])
+def test_some_seconds_of_silence_between_hosts_tear_no_line(
+    peer_timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers may hold seconds of a slow line, and what was lost there comes behind that. An end may want to know sooner."""
+    stock = zmq_sockets.heartbeats
+    monkeypatch.setattr(zmq_sockets, "heartbeats", lambda is_remote, **more: stock(is_remote=True, **more))
+    options: dict[str, Any] = {"shared_memory": "off", "peer_timeout": peer_timeout}
+    with (
+        tp.Consumer("tcp://127.0.0.1:0", **options) as consumer,
+        Proxy(int(consumer.endpoint.rpartition(":")[2])) as proxy,
+        tp.Producer(proxy.endpoint, **options) as producer,
+    ):
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        proxy.silence()
+        putting = in_thread(lambda: (producer.put(torch.ones(1 << 20), PATIENCE), producer.flush(2 * PATIENCE)))
+        with pytest.raises(tp.Empty):
+            consumer.get(4)
+        proxy.heal()
+        assert consumer.get(PATIENCE).sum() == 1 << 20
+        putting()
+        assert (proxy.connections == 1) == (producer.statistics().resent == 0) == (peer_timeout == 60)

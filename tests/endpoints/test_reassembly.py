@@ -34,10 +34,6 @@ pytestmark = pytest.mark.limit(20)
 LOOPBACK = "tcp://127.0.0.1:0"
 
 
-def _piece(offset: int, total: int) -> Any:
-    return unpack(memoryview(pack_piece(1, Piece(offset, total))))
-
-
 def _through(producer: tp.Producer, consumer: tp.Consumer, tree: Any) -> Any:
     putting = in_thread(lambda: producer.put(tree, PATIENCE))
     got = consumer.get(PATIENCE)
@@ -143,11 +139,11 @@ def test_no_memory_is_asked_for_that_has_not_come() -> None:
     tracemalloc.start()
     try:
         began = tracemalloc.get_traced_memory()[0]
-        building = Reassembly(1, piece_of(_piece(0, total)), regions)
+        building = Reassembly(1, piece_of(Piece(0, total)), regions)
         for offset in range(0, total - PIECE, PIECE):
-            assert building.add(_piece(offset, total), piece)
+            assert building.add(Piece(offset, total), piece)
         assert tracemalloc.get_traced_memory()[1] - began < 1 << 16
-        assert building.add(_piece(total - PIECE, total), piece)
+        assert building.add(Piece(total - PIECE, total), piece)
         assert tracemalloc.get_traced_memory()[1] - began < total + (1 << 16)
     finally:
         tracemalloc.stop()
@@ -195,8 +191,8 @@ def test_short_pieces_wait_in_the_memory_that_they_are_of(size: int) -> None:
     narrow = torch.arange(60_000).half()  # so many that CPython's list of 2,000 free tuples does not count
     octets, total = narrow.view(torch.uint8).numpy().tobytes(), 120_000
     frames = [memoryview(octets[at : at + size]) for at in range(0, total, size)]
-    heads = [_piece(at, total) for at in range(0, total, size)]
-    building = Reassembly(1, piece_of(heads[0]), BufferPool())
+    heads = [Piece(at, total) for at in range(0, total, size)]
+    building = Reassembly(1, heads[0], BufferPool())
     kept = (total - (1 << 14)) // size
     tracemalloc.start()
     try:
@@ -218,7 +214,7 @@ def test_pieces_that_repeat_what_came_keep_no_more_than_is_new() -> None:
     try:
         for end in range(new, (pieces + 1) * new, new):
             start = max(0, end - PIECE)
-            assert building.add(_piece(start, total), memoryview(bytearray(end - start)))
+            assert building.add(Piece(start, total), memoryview(bytearray(end - start)))
         assert tracemalloc.get_traced_memory()[0] < pieces * new + 2 * PIECE
     finally:
         tracemalloc.stop()
@@ -231,7 +227,7 @@ def test_a_piece_may_lie_anywhere_and_come_twice() -> None:
     building = Reassembly(1, Piece(0, 120_000), BufferPool())
     for start, end in ((0, 40_000), (0, 40_000), (20_000, 80_000), (80_000, 120_000)):
         frame = b"crooked"[: 1 + start % 7] + octets[start:end]
-        assert building.add(_piece(start, 120_000), memoryview(frame)[1 + start % 7 :])
+        assert building.add(Piece(start, 120_000), memoryview(frame)[1 + start % 7 :])
     assert _completed(building, octets) == octets
 
 
@@ -240,7 +236,7 @@ def test_an_exception_anywhere_leaves_no_piece_out_of_place(size: int) -> None:
     """Wherever a signal's handler raises, the piece in hand comes again; where one before it is asked for, all do."""
     octets = np.random.default_rng(7).bytes(5 * size)
     total = len(octets)
-    pieces = [(_piece(at, total), memoryview(octets)[at : at + size]) for at in range(0, total, size)]
+    pieces = [(Piece(at, total), memoryview(octets)[at : at + size]) for at in range(0, total, size)]
     for point in itertools.count(1):
         building, at = Reassembly(1, Piece(0, total), BufferPool()), 0
 

@@ -32,7 +32,6 @@ from tensorpipe_ipc.endpoints import (
     conversation,
     events,
     greeting,
-    peer,
     peers,
     reassembly,
     receiver,
@@ -49,6 +48,7 @@ from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
+from tensorpipe_ipc.wire import room
 from tensorpipe_ipc.wire.header import (
     Ending,
     Hello,
@@ -796,7 +796,7 @@ def test_when_memory_is_asked_for(missing: int, is_asked_for: bool, monkeypatch:
     monkeypatch.setattr(pool, "memory", lambda nbytes: (asked.append(nbytes), memory(nbytes))[1])
     frame = np.zeros(total - missing, np.uint8)
     kept = weakref.ref(frame)
-    assert building.add(unpack(memoryview(_piece(0, total))), frame.data)
+    assert building.add(Piece(0, total), frame.data)
     del frame
     assert asked == ([total] if is_asked_for else [])
     assert (kept() is None) == is_asked_for  # else it waits in its frame
@@ -825,7 +825,7 @@ def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPat
     refused = Reassembly(1, Piece(0, PIECE), regions)
     frame = np.zeros(PIECE >> 1, np.uint8)
     kept = weakref.ref(frame)
-    assert refused.add(unpack(memoryview(_piece(0, PIECE))), frame.data)
+    assert refused.add(Piece(0, PIECE), frame.data)
     del frame
     assert refused.refused
     assert kept() is None  # nor for later
@@ -861,7 +861,7 @@ def test_which_message_is_completed() -> None:
     """The one whose number the pieces had, and that comes with no payload of its own."""
     tensor = torch.full((PIECE,), 7, dtype=torch.uint8)
     building = Reassembly(1, Piece(0, PIECE), BufferPool())
-    assert building.add(unpack(memoryview(_piece(0, PIECE))), memoryview(tensor.numpy()))
+    assert building.add(Piece(0, PIECE), memoryview(tensor.numpy()))
     (head, payload), (another, _) = exchange.sent(tensor), exchange.sent(tensor, sequence=2)
     assert building.completed(unpack(memoryview(another)), [another])[1] == [another]
     assert building.completed(unpack(memoryview(head)), [head, b"its own"])[1] == [head, b"its own"]
@@ -876,11 +876,11 @@ def test_what_is_not_completed(missing: str, monkeypatch: pytest.MonkeyPatch) ->
     if missing == "memory":
         monkeypatch.setattr(reassembly, "addresses_left", lambda: 0)
     building = Reassembly(1, Piece(0, PIECE), BufferPool())
-    assert building.add(unpack(memoryview(_piece(0, PIECE))), payload[: PIECE - 1] if missing == "a byte" else payload)
+    assert building.add(Piece(0, PIECE), payload[: PIECE - 1] if missing == "a byte" else payload)
     assert bool(building.refused) == (missing == "memory")
     assert building.completed(unpack(memoryview(head)), [head])[1] == [head]
     if missing == "a byte":
-        assert building.add(unpack(memoryview(_piece(PIECE - 1, PIECE))), payload[:1])
+        assert building.add(Piece(PIECE - 1, PIECE), payload[:1])
         assert len(building.completed(unpack(memoryview(head)), [head])[1]) == 2
 
 
@@ -888,9 +888,9 @@ def test_what_is_not_completed(missing: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_piece_beyond_what_was_announced(offset: int) -> None:
     """To the last byte, and not one further; whether or not what comes before it is there."""
     building = Reassembly(1, Piece(0, 8), BufferPool())
-    assert building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(8 - offset))) == (offset == 0)
+    assert building.add(Piece(offset, 8), memoryview(bytes(8 - offset))) == (offset == 0)
     with pytest.raises(ProtocolError, match=f"a piece of bytes {offset} to 9 of 8, in 8 announced"):
-        building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(9 - offset)))
+        building.add(Piece(offset, 8), memoryview(bytes(9 - offset)))
 
 
 def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -920,10 +920,9 @@ def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reassembly.np, "empty", fail)
     for offset, size in ((0, PIECE), (PIECE, PIECE - 100), (PIECE, PIECE - 100), (2 * PIECE - 100, 100)):
-        header = unpack(memoryview(_piece(offset, 2 * PIECE)))
         frame = np.zeros(size, np.uint8)
         kept.append(weakref.ref(frame))
-        assert building.add(header, frame.data)
+        assert building.add(Piece(offset, 2 * PIECE), frame.data)
         del frame
     assert len(asked) == 1
     assert [each() for each in kept] == [None] * 4
@@ -957,7 +956,7 @@ def test_pieces_that_are_none(pieces: list[tuple[bytes, ...]]) -> None:
 
 @pytest.mark.parametrize("identity", [ELSEWHERE, process.identity()], ids=["another host", "this host"])
 def test_the_size_of_pieces(identity: Identity) -> None:
-    """To another host no frame is longer than what a slow line gets over before it is taken for dead."""
+    """No frame is longer than what a slow line gets over before it is taken for dead."""
     tree = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (PIECE + 1, 70_001, 3 * PIECE)]
     total = PIECE + 64 + 70_016 + 3 * PIECE
     with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
@@ -968,7 +967,7 @@ def test_the_size_of_pieces(identity: Identity) -> None:
             if head.kind == Kind.PIECE:
                 assert piece_of(head) == (len(laid), total)
                 assert sum(map(len, frames[1:])) == min(PIECE, total - len(laid))
-                assert max(map(len, frames)) <= (PIECE if identity is not ELSEWHERE else SHORT_FRAGMENT)
+                assert max(map(len, frames)) <= SHORT_FRAGMENT
                 laid += b"".join(frames[1:])
         at = 0
         for tensor in tree:
@@ -979,7 +978,7 @@ def test_the_size_of_pieces(identity: Identity) -> None:
 
 
 def test_frames_are_short_until_a_line_is_found_to_be_quick() -> None:
-    """To another host. By the next connection they are short again, as it may be another line, or a slow one that was torn."""
+    """By the next connection they are short again, as it may be another line, or a slow one that was torn."""
     tree = {"small": [torch.zeros(20_000)] * 30, "large": torch.zeros(1 << 18)}
 
     def longest(raw: RawEnd) -> int:
@@ -994,7 +993,7 @@ def test_frames_are_short_until_a_line_is_found_to_be_quick() -> None:
     with tp.Producer(LOOPBACK, bind=True, linger=0) as producer:
         for _ in range(2):
             with RawEnd(producer.endpoint) as raw:
-                raw.say(hello("consumer", identity=ELSEWHERE, window=1))
+                raw.say(hello("consumer", window=1))
                 assert longest(raw) <= SHORT_FRAGMENT
                 assert longest(raw) > SHORT_FRAGMENT
 
@@ -1002,9 +1001,8 @@ def test_frames_are_short_until_a_line_is_found_to_be_quick() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[10_000] * 8, [80_000]], ids=["small", "large"])
 def test_messages_get_over_a_slow_line(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
-    """One of half a megabit a second, to another host: no silence is taken for a death, and nothing is sent again."""
+    """One of half a megabit a second: no silence is taken for a death, and nothing is sent again."""
     monkeypatch.setattr(peers.Peers, "sight_of", lambda *_: Sight(why_not="as if it were another host"))
-    monkeypatch.setattr(peer.Peer, "is_near", False)
     tree = {str(number): torch.rand(size) for number, size in enumerate(sizes)}
     with (
         tp.Consumer(LOOPBACK, shared_memory="off") as consumer,
@@ -1017,6 +1015,33 @@ def test_messages_get_over_a_slow_line(monkeypatch: pytest.MonkeyPatch, sizes: l
         putting()
         producer.flush(PATIENCE)
         assert producer.statistics().resent == 0
+
+
+@pytest.mark.parametrize("size", [3 * PIECE, 40 * PIECE, 300_000])
+def test_a_message_in_fragments_for_which_there_is_no_memory(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes, or is told and dropped, and the next one comes: no line is torn, and nothing asked for again."""
+    with (
+        tp.Consumer(LOOPBACK, shared_memory="off") as consumer,
+        tp.Producer(consumer.endpoint) as producer,
+    ):
+        putting = in_thread(
+            lambda: [producer.put(each, PATIENCE) for each in ("met", torch.ones(size, dtype=torch.uint8), 7)]
+        )
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        for module in (room, reassembly):
+            monkeypatch.setattr(module, "headroom", lambda: 0)
+        monkeypatch.setattr(room, "_unlooked", room.LOOKED)
+        told = 0
+        try:
+            assert consumer.get(PATIENCE).sum() == size
+        except tp.OutOfMemory:
+            told = 1
+        assert told == (size != 3 * PIECE)  # what lies ready does for it
+        assert consumer.get(PATIENCE) == 7
+        producer.flush(PATIENCE)
+        found = consumer.statistics()
+        assert (found.rejected, found.lost, producer.statistics().resent) == (told, 0, 0)
 
 
 def test_a_message_with_a_piece_missing_is_dropped() -> None:
@@ -1248,7 +1273,7 @@ def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         one.reassembly = Reassembly(1, Piece(0, 8), BufferPool())
         link.check_memory(_arrived(one, 2))
         link.check_memory(_arrived(one, 1))
-        assert one.reassembly.add(unpack(memoryview(_piece(0, 8))), memoryview(bytes(8)))
+        assert one.reassembly.add(Piece(0, 8), memoryview(bytes(8)))
         with pytest.raises(OutOfMemory, match=r"pid 2 .* sent a message with payloads of 8 bytes"):
             link.check_memory(_arrived(one, 1))
 

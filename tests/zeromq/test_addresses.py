@@ -366,3 +366,25 @@ def test_what_is_no_socket_of_ours(tmp_path: Path) -> None:
             with pytest.raises(Refused, match=f"{name} exists and is no socket"):
                 end(f"ipc://{tmp_path / name}", bind=bind)
     assert not check_socket_file(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("binder", ["consumer", "producer"])
+def test_a_connector_that_has_no_temporary_folder(binder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its binder has one, as where a service may write nowhere, and a program in a login session may: frames come."""
+    with contextlib.ExitStack() as stack:
+        opened: Any = stack.enter_context(
+            Consumer("tcp://127.0.0.1:0") if binder == "consumer" else Producer("tcp://127.0.0.1:0", bind=True)
+        )
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        for name in ("TMPDIR", "TEMP", "TMP"):
+            monkeypatch.setenv(name, "relative")
+        monkeypatch.setattr(addresses, "_TEMPORARY", ("/missing",))
+        other: Any = stack.enter_context(
+            Producer(opened.endpoint) if binder == "consumer" else Consumer(opened.endpoint, bind=False)
+        )
+        producer, consumer = (other, opened) if binder == "consumer" else (opened, other)
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        assert consumer.get(PATIENCE) == 1
+        putting()
+        assert "not to be seen in this user's runtime folder" in other.statistics().transport
+        monkeypatch.undo()
