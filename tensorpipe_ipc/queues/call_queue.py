@@ -142,4 +142,5 @@ def adopt(target: Any, arguments: tuple[Any, ...]) -> None:
             same_memory = SimpleNamespace(tensorpipe_attachment=lambda: inside._queue.attachment)
             calls._calls = Queue(ctx=same_memory)  # without a bound: the executor calls full() before it puts
             calls._results = inside
+            results.is_for_parent = True  # to the workers, who alone put
             calls.__class__ = CallQueue

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import context
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -191,9 +192,11 @@ class _Adopting(BaseProcess):
 def _close_pipes_of_siblings() -> None:
     """In a forked child: leave it to its parent alone to hold the pipes by which that one's workers see that it has ended."""
     for process in list(multiprocessing.process._children):  # type: ignore[attr-defined]
-        finalizer = getattr(getattr(process, "_popen", None), "finalizer", None)
-        if isinstance(process, _Adopting) and finalizer is not None and finalizer.still_active():
-            for fd in finalizer._args:  # called, it would do nothing here: it is its parent's
+        popen: Any = getattr(process, "_popen", None)
+        finalizer: Any = getattr(popen, "finalizer", None)
+        if isinstance(process, _Adopting) and isinstance(finalizer, Finalize) and finalizer.still_active():
+            # Called, the finalizer would do nothing here: it is its parent's. By the sentinel a child sees its sibling's end.
+            for fd in set(finalizer._args) - {popen.sentinel}:  # type: ignore[attr-defined]
                 with contextlib.suppress(OSError):  # the program has closed it
                     os.close(fd)
             finalizer.cancel()

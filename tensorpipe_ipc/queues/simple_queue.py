@@ -23,7 +23,12 @@ __all__ = ["SimpleQueue"]
 
 
 class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # for isinstance alone: it uses none of its state
-    """multiprocessing.SimpleQueue's methods: put, get, empty, close; and ``fileno``."""
+    """multiprocessing.SimpleQueue's methods: put, get, empty, close; and ``fileno``.
+
+    Attributes:
+        is_for_parent: whether only this process's parent takes what it puts: where that is dead, a put ends the process instead
+            of waiting for memory.
+    """
 
     def __init__(
         self, *, maxsize: int = 0, ctx: Any = None, serializer: str = "raw", wire_dtype: torch.dtype | None = None
@@ -33,6 +38,7 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # for isinstan
         Without a ``maxsize`` it has no bound; multiprocessing's own is bound by its pipe's 64 KiB.
         """
         self._closed = self._writer_closed = self._is_drained = False
+        self.is_for_parent = False
         self._queue = Queue(maxsize, ctx=ctx, serializer=serializer, wire_dtype=wire_dtype)
 
     def put(self, obj: Any) -> None:
@@ -42,6 +48,8 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # for isinstan
             OSError: the queue is closed in this process, as in multiprocessing.
         """
         self._raise_if_closed()
+        if self.is_for_parent:
+            self._queue._queue.puts.while_waiting = end_if_parent_is_dead
         self._queue.put(obj)
 
     def get(self) -> Any:
@@ -105,8 +113,8 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # for isinstan
         return False
 
     @property
-    def _reader(self) -> Reader:
-        return end_of(self, Reader)
+    def _reader(self) -> _Reader:
+        return end_of(self, _Reader)
 
     @property
     def _writer(self) -> Writer:
@@ -130,6 +138,16 @@ class _ReadLock:
         """Make this process's later gets return None at once when the queue is empty."""
         self._queue._is_drained = True
         return True
+
+
+class _Reader(Reader):
+    """The reader, which Pool's workers close because they only write."""
+
+    _queue: SimpleQueue
+
+    def close(self) -> None:
+        """Note that this process only writes, for its parent."""
+        self._queue.is_for_parent = True
 
 
 class _Writer(Writer):

@@ -25,6 +25,7 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.leases import Held
 from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors
 from tensorpipe_ipc.memory.row import PUT
+from tensorpipe_ipc.queues.parent import end_if_parent_is_dead
 from tensorpipe_ipc.queues.tensor_queue import Queue
 from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM
 from tensorpipe_ipc.wire.direct import mark
@@ -45,6 +46,7 @@ def work(target: Callable[..., Any], *arguments: Any) -> Any:
     queues = [each for each in arguments if isinstance(each, Queue)]
     for each in queues:
         each.takes_offers = True
+        each._queue.puts.while_waiting = end_if_parent_is_dead
     memory, stock = _BatchMemory(queues), getattr(torch.UntypedStorage, "_new_shared", None)
     if stock is None:
         warnings.warn(

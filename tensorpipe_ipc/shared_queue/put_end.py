@@ -12,7 +12,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Protocol
 
@@ -78,6 +78,10 @@ class Copy:
         place[:] = self._place
 
 
+def _nothing() -> None:
+    """See ``PutEnd.while_waiting``."""
+
+
 class PutEnd:
     """A producer's side of a queue.
 
@@ -85,12 +89,14 @@ class PutEnd:
         waits, seconds_waited: of this process's puts, for room.
         beyond: how many messages of any size this process lets wait in the queue before it puts none beyond the capacity.
         names_holders: whether Full says who holds what, but for want of a place to a put that does not wait.
+        while_waiting: is called again and again as long as a put waits for memory.
         singles, batches: spare operations. The compiled path takes them, too.
         backlog: own tickets in the spill log.
     """
 
     beyond = 1
     names_holders = True
+    while_waiting: Callable[[], object] = staticmethod(_nothing)
 
     def __init__(self, queue: OpenQueue) -> None:
         self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
@@ -551,6 +557,7 @@ class PutEnd:
             while True:
                 if self.words[self._shut]:
                     self._refuse_if_shut()
+                self.while_waiting()
                 looked = monotonic()
                 was_in_use = self.arena.is_in_use()  # first: what comes free from here on may be missed below
                 self.attachment.make_room(nbytes)

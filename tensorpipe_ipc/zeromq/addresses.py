@@ -211,9 +211,15 @@ def _make(folder: str) -> None:
     if os.path.lexists(folder):
         return
     check_chain(os.path.dirname(folder))  # first: who can put a link in its place has its target's mode changed
-    with contextlib.suppress(FileExistsError):  # somebody else was as quick; it is looked at next
-        os.mkdir(folder, 0o700)
-        os.chmod(folder, 0o700)  # whatever the umask took from it
+    try:
+        with contextlib.suppress(FileExistsError):  # somebody else was as quick; it is looked at next
+            os.mkdir(folder, 0o700)
+            os.chmod(folder, 0o700)  # whatever the umask took from it
+    except OSError as error:
+        raise Refused(
+            f"the runtime folder {folder} cannot be made: {error.strerror}; set XDG_RUNTIME_DIR, or TMPDIR, "
+            "to one that you may write to"
+        ) from None
 
 
 def _is_utf8(path: str) -> bool:

@@ -13,16 +13,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from arenas import left_in, small_context
-from crash_points import in_child
+from arenas import CAPACITY, left_in, small_context
+from crash_points import in_child, reap
 from inside import reading_end_of, shared_queue_of
 from programs import outliving, ran_in_fork
+from torch.utils.data import DataLoader, Dataset
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.memory.row import GET
@@ -393,3 +395,112 @@ def test_workers_end_when_their_program_is_killed(kind: Any) -> None:
             os.kill(pid, signal.SIGKILL)
     line.close()
     theirs.close()
+
+
+def work_unread(kind: str, told: int, gate: int) -> None:
+    """A program that has two workers. The results of three tasks do not fit into the memory."""
+    ctx, task = small_context("fork"), functools.partial(tell_and_make, told, gate)
+    if kind == "loader":
+        dataset: Any = Telling(told, gate)
+        loader = iter(DataLoader(dataset, None, num_workers=2, multiprocessing_context=ctx))
+        assert loader is not None
+    elif kind == "pool":
+        pool = ctx.Pool(2)
+        pool.map_async(task, range(10), 1)
+    else:
+        executor = ProcessPoolExecutor(2, mp_context=ctx)
+        executor.map(task, range(10))
+    signal.pause()
+
+
+def tell_and_make(told: int, gate: int, _: int) -> torch.Tensor:
+    """Tell who is at work. When that may be done, return much."""
+    os.write(told, f"{os.getpid()}\n".encode())
+    os.read(gate, 1)
+    return torch.empty(CAPACITY // 12)
+
+
+class Telling(Dataset[torch.Tensor]):
+    """A dataset of those."""
+
+    def __init__(self, told: int, gate: int) -> None:
+        self._pipes = told, gate
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return tell_and_make(*self._pipes, number)
+
+
+@pytest.mark.parametrize("kind", ["pool", "executor", "loader"])
+def test_a_worker_whose_result_waits_for_memory_ends_when_its_program_is_killed(kind: str) -> None:
+    """What nobody read has it, and nobody has that but the workers themselves."""
+    (begun, told), (gate, opener) = os.pipe(), os.pipe()
+    program = multiprocessing.get_context("fork").Process(target=work_unread, args=(kind, told, gate))
+    program.start()
+    pids = b""
+    while pids.count(b"\n") < 2:
+        pids += os.read(begun, 100)
+    assert program.pid is not None
+    os.kill(program.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, program.pid, os.WSTOPPED | os.WNOWAIT)
+    os.write(opener, b"....")
+    while pids.count(b"\n") < 4:
+        pids += os.read(begun, 100)
+    program.kill()
+    program.join()
+    assert outliving(set(map(int, pids.split())), LIMIT) == []
+    program.close()
+    for fd in (begun, told, gate, opener):
+        os.close(fd)
+
+
+def test_a_forked_child_sees_its_siblings_end() -> None:
+    """By its sentinel, and not before."""
+    ctx = tp.get_context("fork")
+    go, ending = os.pipe()
+
+    def watch() -> None:
+        os.close(ending)
+        assert connection.wait([first.sentinel], 0) == []
+        os.write(seen[1], b".")
+        assert connection.wait([first.sentinel], LIMIT) == [first.sentinel]
+
+    first = ctx.Process(target=os.read, args=(go, 1))
+    first.start()
+    seen = os.pipe()
+    second = ctx.Process(target=watch)
+    second.start()
+    assert os.read(seen[0], 1) == b"."
+    os.write(ending, b".")
+    for process in (first, second):
+        process.join(LIMIT)
+        assert process.exitcode == 0
+        process.close()
+    for fd in (go, ending, *seen):
+        os.close(fd)
+
+
+def test_a_process_that_a_fork_starts_reads_nothing_of_the_forks_own() -> None:
+    """Of its siblings it asks as multiprocessing does: a fork server's tell by the sentinel how they ended."""
+    ctx = tp.get_context("forkserver")
+    there = ctx.Queue()
+    sibling = ctx.Process(target=there.get)
+    sibling.start()
+
+    def act() -> None:
+        pipes = [os.pipe() for _ in range(20)]
+        for _, writer in pipes:
+            os.write(writer, b"01234567")
+        child = tp.get_context("fork").Process(target=os.getpid)
+        child.start()
+        child.join(LIMIT)
+        assert child.exitcode == 0
+        assert [os.read(reader, 100) for reader, _ in pipes] == [b"01234567"] * 20
+
+    assert reap(in_child(act)) == 0
+    there.put(1)
+    sibling.join(LIMIT)
+    assert sibling.exitcode == 0
+    sibling.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -366,6 +367,20 @@ def test_what_is_no_socket_of_ours(tmp_path: Path) -> None:
             with pytest.raises(Refused, match=f"{name} exists and is no socket"):
                 end(f"ipc://{tmp_path / name}", bind=bind)
     assert not check_socket_file(str(tmp_path / "nothing"))
+
+
+def test_a_runtime_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where it is on a disk that is mounted to be read only. It is refused, with what to do."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    def mkdir(path: str, *_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(Refused, match="cannot be made: Read-only file system; set XDG_RUNTIME_DIR, or TMPDIR"):
+        Consumer("frames")
+    with Consumer("tcp://127.0.0.1:0"):
+        pass
 
 
 @pytest.mark.parametrize("binder", ["consumer", "producer"])
