@@ -435,7 +435,7 @@ class Telling(Dataset[torch.Tensor]):
 
 @pytest.mark.parametrize("kind", ["pool", "executor", "loader"])
 def test_a_worker_whose_result_waits_for_memory_ends_when_its_program_is_killed(kind: str) -> None:
-    """What nobody read has it, and nobody has that but the workers themselves."""
+    """Results that nobody read have it, and nobody has those but the workers themselves."""
     (begun, told), (gate, opener) = os.pipe(), os.pipe()
     program = multiprocessing.get_context("fork").Process(target=work_unread, args=(kind, told, gate))
     program.start()
