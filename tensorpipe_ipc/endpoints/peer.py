@@ -16,7 +16,7 @@ from tensorpipe_ipc.wire.header import Ending, Hello, failed
 
 __all__ = ["How", "Peer", "ending_by", "lost_or_failed", "to_leave_out"]
 
-_SILENCE = 2.0  # seconds without a sign of life after which a connection is given up (zmq_sockets)
+_SILENCE = 2.0  # seconds without a sign of life after which a connection is given up, over loopback (zmq_sockets)
 
 
 class How(enum.Enum):
