@@ -40,8 +40,9 @@ from tensorpipe_ipc.endpoints import rendezvous, rendezvous_file
 from tensorpipe_ipc.endpoints.negotiation import misfit
 from tensorpipe_ipc.endpoints.peer import How, Peer
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
-from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.errors import Refused, SharedMemoryError
 from tensorpipe_ipc.wire.header import Hello, Kind, pack_control
+from tensorpipe_ipc.zeromq.addresses import runtime_folder
 from tensorpipe_ipc.zeromq.zmq_sockets import FrameSocket
 
 __all__ = ["REPEAT", "Greeting", "is_late_answer", "is_old_answer"]
@@ -200,7 +201,7 @@ class Greeting:
         """Claim one of the queues of a binder that has said WELCOME. If all are taken, it is asked to make more."""
         self.say_again()  # what becomes of it, the binder is to know at once
         found = self._file_of(peer)
-        why_not = "the binder's rendezvous file is not to be seen in this user's runtime folder here"
+        why_not = f"the binder's rendezvous file is not to be seen in {_own_folder()} here"
         try:
             queue = None if found is None else self._claimed(found)
             if queue is not None:
@@ -241,6 +242,14 @@ class Greeting:
         if failed is not None:
             raise failed
         return None
+
+
+def _own_folder() -> str:
+    """Return where this end looks for a binder's file, in words."""
+    try:
+        return runtime_folder()
+    except Refused:
+        return "this user's runtime folder, of which there is none"
 
 
 def is_old_answer(peer: Peer, hello: Hello) -> bool:

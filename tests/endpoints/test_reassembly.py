@@ -26,7 +26,7 @@ from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.wire import spec
 from tensorpipe_ipc.wire.dtypes import NARROW
-from tensorpipe_ipc.wire.header import Kind, Piece, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.header import Kind, Piece, pack_piece, unpack
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.message import encode
 
@@ -139,7 +139,7 @@ def test_no_memory_is_asked_for_that_has_not_come() -> None:
     tracemalloc.start()
     try:
         began = tracemalloc.get_traced_memory()[0]
-        building = Reassembly(1, piece_of(Piece(0, total)), regions)
+        building = Reassembly(1, Piece(0, total), regions)
         for offset in range(0, total - PIECE, PIECE):
             assert building.add(Piece(offset, total), piece)
         assert tracemalloc.get_traced_memory()[1] - began < 1 << 16

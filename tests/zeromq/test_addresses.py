@@ -401,5 +401,5 @@ def test_a_connector_that_has_no_temporary_folder(binder: str, monkeypatch: pyte
         putting = in_thread(lambda: producer.put(1, PATIENCE))
         assert consumer.get(PATIENCE) == 1
         putting()
-        assert "not to be seen in this user's runtime folder" in other.statistics().transport
+        assert "this user's runtime folder, of which there is none here" in other.statistics().transport
         monkeypatch.undo()
