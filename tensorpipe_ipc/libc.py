@@ -7,11 +7,13 @@ import functools
 import mmap
 import os
 
-__all__ = ["MAP_NORESERVE", "libc", "map_over", "private_memory", "punch_hole", "trim_malloc"]
+__all__ = ["MAP_NORESERVE", "count_frames", "libc", "map_over", "private_memory", "punch_hole", "trim_malloc"]
 
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # Linux's, of every machine but a few (alpha, mips, parisc)
 _FAILED = ctypes.c_void_p(-1).value
+_LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
+_came = 0  # bytes that were counted
 
 
 @functools.cache
@@ -23,6 +25,18 @@ def libc() -> ctypes.CDLL:
 def punch_hole(descriptor: int, start: int, stop: int) -> bool:
     """Give back the memory of a file's bytes in [start, stop), which then read as zeros. Return whether that was done."""
     return int(libc().fallocate(descriptor, _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(stop - start))) == 0
+
+
+def count_frames(nbytes: int) -> None:
+    """Count what came in large frames. From 32 MB on, have malloc keep their memory, which it would give back each time.
+
+    glibc learns from what is freed: once a block of 32 MB was, blocks of up to that size are no longer mapped one by one. A
+    program with tensors has taught it that anyway, sooner or later. The block is not touched.
+    """
+    global _came
+    if _came < _LEARN <= _came + nbytes:
+        del bytearray(_LEARN)[:]
+    _came += nbytes
 
 
 def trim_malloc() -> None:

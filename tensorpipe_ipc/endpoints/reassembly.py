@@ -29,6 +29,7 @@ import numpy as np
 
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.headroom import addresses_left, headroom
+from tensorpipe_ipc.libc import count_frames
 from tensorpipe_ipc.wire.header import Header, Piece
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 from tensorpipe_ipc.wire.room import LOOKED, made_with_room
@@ -38,7 +39,6 @@ __all__ = ["Reassembly", "BufferPool"]
 
 IDLE_AT_MOST = 1 << 28  # bytes that lie ready, nobody's; beyond them regions go back to the kernel
 _UNIT = 1 << 15  # bytes; sizes are rounded up to it, so that messages of about one size use the same memory
-_LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
 _AHEAD = 1 << 13  # bytes that may be missing when memory for all is asked for
 _TOGETHER = 1 << 20  # bytes of short pieces that wait as one
 _SPARE = 1 << 25  # bytes of addresses that are left to the rest of the process
@@ -56,7 +56,6 @@ class BufferPool:
         self._trim = trim
         self._idle: deque[Any] = deque()  # the last that came back is the first; any thread may bring one back
         self._is_closed = False
-        self._received = 0  # bytes, ever
         self._gives_back_at = 0.0
 
     def see_room_for(self, nbytes: int) -> None:
@@ -76,7 +75,7 @@ class BufferPool:
         base = self._ready(_size(nbytes))
         if base is None:
             return None
-        self._count(nbytes)
+        count_frames(nbytes)
         return _region_on(base, nbytes, self)
 
     def memory(self, nbytes: int) -> memoryview:
@@ -88,7 +87,7 @@ class BufferPool:
         ready = self.ready(nbytes)
         if ready is not None:
             return ready
-        self._count(nbytes)
+        count_frames(nbytes)
         return _region_on(made_with_room(self.give_back_idle, _fresh, nbytes), nbytes, self)
 
     def give_back_at_times(self) -> int:
@@ -124,11 +123,6 @@ class BufferPool:
         """Give back what lies idle, and what comes back from now on."""
         self._is_closed = True
         self._idle.clear()
-
-    def _count(self, nbytes: int) -> None:
-        if self._received < _LEARN <= self._received + nbytes:
-            _teach_malloc()
-        self._received += nbytes
 
     def _ready(self, size: int) -> Any:
         for _ in range(len(self._idle)):
@@ -304,12 +298,3 @@ def _place(piece: memoryview | bytearray, region: memoryview, start: int) -> int
     end = start + len(piece)
     np.frombuffer(region, np.uint8)[start:end] = np.frombuffer(piece, np.uint8)
     return end
-
-
-def _teach_malloc() -> None:
-    """Have malloc keep the memory of ZeroMQ's frames, which it would give back to the kernel each time.
-
-    glibc learns from what is freed: once a block of 32 MB was, blocks of up to that size are no longer mapped one by one. A
-    program with tensors has taught it that anyway, sooner or later. The block is not touched.
-    """
-    del bytearray(_LEARN)[:]

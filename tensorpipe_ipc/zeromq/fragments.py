@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tensorpipe_ipc.handlers import reraise_from_handler
+from tensorpipe_ipc.libc import count_frames
 from tensorpipe_ipc.wire.room import lacks_room
 
 __all__ = ["FRAGMENT", "LARGEST_FRAGMENT", "SHORT_FRAGMENT", "in_fragments", "joined"]
@@ -78,6 +79,7 @@ def _one(run: list[memoryview]) -> memoryview:
         raise MemoryError(
             f"its frame of {nbytes:,} bytes came in parts, and {left:,} bytes of memory are left to join them"
         )
+    count_frames(nbytes)
     whole = bytearray(nbytes)
     start = 0
     for fragment in run:
