@@ -13,6 +13,7 @@ from tensorpipe_ipc.wire.header import Hello
 __all__ = ["ConsumerPeer"]
 
 _QUICK = 4e6  # bytes a second: a frame of 1 MiB takes a sixth of what a silence may last
+_LONG = 1 << 20  # bytes
 _UNREAD = 1 << 24  # bytes that it may say it took before it has read them; there is always a moment between the two
 
 
@@ -74,8 +75,12 @@ class ConsumerPeer(Peer):
         return self.hello.round > self.served
 
     def note_carried(self, kept: SentMessage) -> None:
-        """Note that a message has got over: if that was quick, so is the line, until there is another connection."""
-        if kept.nbytes > _QUICK * (time.monotonic() - kept.sent_at):
+        """Note that a message has got over: if that was quick, so is the line, until there is another connection.
+
+        A short burst may be let by where a line is slow. So where one was torn that had been quick, only a long one tells.
+        """
+        is_first = self.quick in (b"", self.routing)
+        if (is_first or kept.nbytes >= _LONG) and kept.nbytes > _QUICK * (time.monotonic() - kept.sent_at):
             self.quick = self.routing
 
     def has_slow_line(self) -> bool:

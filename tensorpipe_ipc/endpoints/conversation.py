@@ -24,7 +24,7 @@ A binder that misses something, or does not know its peer, says HELLO to make th
 ipc and inproc a connection ends because a process died or closed its end. Then the peer is gone, and the messages that it had
 not taken are lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged (``resend_buffer``), and
 a peer without a connection is *away*, and remains a peer. No new message is put to it, and Full and Empty name it and tell how
-long it has been silent. ZeroMQ's heartbeats end a silent connection within 2 s, in either direction, and connections are
+long it has been silent. ZeroMQ's heartbeats end a silent connection, in either direction (``zmq_sockets``), and connections are
 checked every half second. A connector connects anew inside its own calls. With each new connection, and at each gap, the
 consumer raises its ``round`` in its HELLO or WELCOME. Then the producer sends again all that it keeps. The consumer takes each
 message that is its next, and drops the others. So every message is taken once and in order, however often the line breaks, and
@@ -197,7 +197,7 @@ class Conversation:
         is_leaving: whether it takes in nobody any more but connectors that have claimed a queue of it.
         hangs_up: whether strangers reach this end, and are hung up on.
         strangers: its accounts of those that are no peers.
-        nbytes: of the last frames of all messages that came, ever.
+        nbytes: of all messages that came, ever.
         rejected: incoming messages that were dropped.
         last_rejection: why the last was; "" as long as none was.
         hears_again: whether the message in hand is to be read again.

@@ -16,8 +16,6 @@ from tensorpipe_ipc.wire.header import Ending, Hello, failed
 
 __all__ = ["How", "Peer", "ending_by", "lost_or_failed", "to_leave_out"]
 
-_SILENCE = 2.0  # seconds without a sign of life after which a connection is given up, over loopback (zmq_sockets)
-
 
 class How(enum.Enum):
     """A way in which a peer left."""
@@ -51,6 +49,7 @@ class Peer:
         compiled: what the queue's puts and gets ask first, once this end uses it.
         by_file: whether a connector has claimed one of its queues, and it has not said WELCOME to that.
         settled: whether both ends know if messages go through a queue. It stays so.
+        silence: seconds without a sign of life after which its connection is given up.
         why_not: why there is no queue.
         published: what greetings may change of what is told of it, when that was told last.
         missed: whether a queue that its binder should have was not to be found, at the last look.
@@ -67,7 +66,7 @@ class Peer:
         self.process = 0
         self.gone_at = 0.0
         self.unread_from = 0
-        self.away_at = 0.0
+        self.away_at = self.silence = 0.0
         self.sight = sight or Sight()
         self.left: How | None = None
         self.left_at = 0.0
@@ -136,7 +135,7 @@ class Peer:
 
     def silent_for(self) -> float:
         """Seconds since the last sign of life of one whose connection has ended; of one that says nothing ZeroMQ had some."""
-        return time.monotonic() - max(self.heard, self.away_at - _SILENCE)
+        return time.monotonic() - max(self.heard, self.away_at - self.silence)
 
     def is_there(self) -> bool:
         """Return whether messages may be sent to it: it is neither away, nor seen to be gone and yet to be heard to the end."""

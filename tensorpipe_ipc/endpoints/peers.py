@@ -85,6 +85,7 @@ class Peers(dict[bytes, Any]):
     def join(self, peer: Peer) -> None:
         """Attach a peer. One that has died by then is only heard to its end: nothing is put to it."""
         peer.gone_at = time.monotonic() if peer.sight.is_gone() else 0.0
+        peer.silence = self._socket.silence
         event = Joined(peer)
         self[peer.routing] = peer
         self._events.append(event)  # no exception comes between the two

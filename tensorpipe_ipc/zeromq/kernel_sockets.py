@@ -76,8 +76,8 @@ def listener(path: str, backlog: int) -> socket.socket:
 def process_behind(fd: int, address: Address) -> tuple[int, int] | None:
     """Return the process, and user, at the other end of a connection to a unix socket; None if it is none any more.
 
-    The process is 0 where that socket has a name which is not seen to be the address. In another mount namespace it may be;
-    or this is another connection by now, and the one that was asked for has ended, as libzmq will tell.
+    The process is 0 where that socket has a name which is not seen to be the address. In another mount namespace it may be, if
+    it is this user's and the file has that name in another folder. Or this is another connection by now.
 
     Args:
         fd: its descriptor. It is libzmq's, whose thread may have closed it by now.
@@ -91,7 +91,8 @@ def process_behind(fd: int, address: Address) -> tuple[int, int] | None:
                 # A name that another user gave its socket is compared, and leads nowhere.
                 if _is_at(connection, address) or (uid == os.geteuid() and _is_there(connection, address)):
                     return pid, uid
-                return 0, uid
+                if uid != os.geteuid() or _is_named_so(connection, address):
+                    return 0, uid
     return None
 
 
@@ -183,6 +184,12 @@ def _is_among(address: Address, *ends: Any) -> bool:
 
 def _port(address: Address) -> int:
     return int(address.text.rpartition(":")[2])
+
+
+def _is_named_so(connection: socket.SocketType, address: Address) -> bool:
+    """Return whether the other end's file has an address's name, in whatever folder."""
+    name = connection.getpeername()
+    return isinstance(name, str) and os.path.basename(name) == os.path.basename(address.path)
 
 
 def _is_there(connection: socket.SocketType, address: Address) -> bool:

@@ -70,6 +70,7 @@ class FrameSocket:
         key: the public key of the end that binds, in Z85; "" without keys.
         connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
         routing: the routing id of that connection; b"" while there is none.
+        silence: seconds without anything from a peer after which its connection is given up, over tcp.
         reads_out: the routing id of the connection before this one, as long as a connector still reads what came by it.
         tears: counts how often an exception hit inside a receive, and took a message with it, or perhaps nothing.
         dropped: messages that had come by connections that a binder had hung up on.
@@ -98,7 +99,9 @@ class FrameSocket:
             peer_timeout: seconds that a silent peer is waited for, over tcp.
         """
         self.address = address
-        self._peer_timeout = peer_timeout
+        options = heartbeats(is_remote=address.is_remote, peer_timeout=peer_timeout)
+        self._heartbeats = options if address.scheme == "tcp" else {}
+        self.silence = (options[zmq.HEARTBEAT_TIMEOUT] + options[zmq.HEARTBEAT_IVL]) / 1000
         self.connection = 0
         self.routing = b""
         self.reads_out = b""
@@ -145,7 +148,7 @@ class FrameSocket:
             zmq.ZAP_DOMAIN: DOMAIN,
         }
         if is_tcp:
-            both |= {zmq.IPV6: 1, **heartbeats(is_remote=self.address.is_remote, peer_timeout=self._peer_timeout)}
+            both |= {zmq.IPV6: 1, **self._heartbeats}
         for option, value in {**both, **options}.items():
             socket.setsockopt(option, value)
 

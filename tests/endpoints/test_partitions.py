@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 import children
 import pytest
 import torch
+import zmq
 from children import PATIENCE, Child, in_thread
 from proxy import Proxy
 from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.endpoints import peers
 from tensorpipe_ipc.endpoints.greeting import Greeting
+from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.zeromq import zmq_sockets
 from tensorpipe_ipc.zeromq.addresses import runtime_folder
 from tests.partitions import campaign
@@ -304,6 +307,28 @@ def _meet(consumer: tp.Consumer, until: Callable[[], object]) -> None:
     while not until():
         assert time.monotonic() < deadline
         assert not consumer._receiver.pump(0.01)
+
+
+@pytest.mark.slow
+def test_the_silence_that_is_told_is_all_that_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that before the connection was given up, and of one who says nothing."""
+    stock = zmq_sockets.heartbeats
+    longer = {zmq.HEARTBEAT_TIMEOUT: 4000, zmq.HEARTBEAT_TTL: 4000, zmq.TCP_MAXRT: 9000}
+    monkeypatch.setattr(zmq_sockets, "heartbeats", lambda **more: {**stock(**more), **longer})
+    monkeypatch.setattr(peers.Peers, "sight_of", lambda *_: Sight(why_not="as if it were another host"))
+    with (
+        tp.Consumer("tcp://127.0.0.1:0", shared_memory="off", peer_timeout=6) as consumer,
+        Proxy(int(consumer.endpoint.rpartition(":")[2])) as proxy,
+        tp.Producer(proxy.endpoint, linger=0) as producer,
+    ):
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        proxy.silence()
+        began = time.monotonic()
+        with pytest.raises(tp.PeerLost):
+            consumer.get(2 * PATIENCE)
+        assert 5 < time.monotonic() - began < 8
 
 
 @pytest.mark.slow
