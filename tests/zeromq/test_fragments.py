@@ -117,7 +117,8 @@ def test_strangers_make_a_binder_hold_little(tmp_path: Path) -> None:
 
 def test_the_limit_over_tcp_is_the_same_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer frame ends the connection before any of it is read: nothing is asked for because somebody says a length."""
-    monkeypatch.setattr(zmq_sockets, "heartbeats", lambda **_: {})  # which end it soon, too, as it answers none
+    stock = zmq_sockets.heartbeats  # which end it soon, too, as it answers none
+    monkeypatch.setattr(zmq_sockets, "heartbeats", lambda **more: {**stock(**more), zmq.HEARTBEAT_IVL: 0})
     with tp.Consumer("tcp://127.0.0.1:*") as consumer:
         port = int(consumer.endpoint.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as caller:
