@@ -38,10 +38,12 @@ _RECENT = 16  # batches, as large as the largest of which the next one's block i
 
 def is_loaders_worker(target: Any, arguments: tuple[Any, ...]) -> bool:
     """Return whether a process with this target is to be a worker of a DataLoader, torch's or torchdata's."""
-    return getattr(target, "__name__", None) == "_worker_loop" and any(isinstance(each, Queue) for each in arguments)
+    is_loop = getattr(target, "__name__", None) == "_worker_loop"
+    is_theirs = str(getattr(target, "__module__", None)).partition(".")[0] in ("torch", "torchdata")
+    return is_loop and is_theirs and any(isinstance(each, Queue) for each in arguments)
 
 
-def work(target: Callable[..., Any], *arguments: Any) -> Any:
+def work(target: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Run a loader's worker, with its batches in the memory that its queues share."""
     queues = [each for each in arguments if isinstance(each, Queue)]
     for each in queues:
@@ -53,7 +55,7 @@ def work(target: Callable[..., Any], *arguments: Any) -> Any:
             f"torch {torch.__version__} has no UntypedStorage._new_shared: batches are copied once more",
             stacklevel=1,
         )
-        return target(*arguments)
+        return target(*arguments, **named)
 
     def new_shared(cls: Any, size: Any, /, *args: Any, device: Any = "cpu", **more: Any) -> Any:
         is_ours = cls is torch.UntypedStorage and not args and not more and get_worker_info() is not None
@@ -63,7 +65,7 @@ def work(target: Callable[..., Any], *arguments: Any) -> Any:
 
     storage: Any = torch.UntypedStorage
     storage._new_shared = classmethod(new_shared)
-    return target(*arguments)
+    return target(*arguments, **named)
 
 
 class _BatchMemory:

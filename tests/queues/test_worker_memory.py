@@ -390,3 +390,21 @@ def test_a_worker_with_few_addresses_left_makes_its_batches_in_memory_of_its_own
     """As an arena under ``ulimit -v`` keeps half of its addresses from what lasts."""
     done = ran_in_fork("-c", FEW_ADDRESSES, folder=tmp_path)
     assert (done.status, done.out) == (0, "[56.0, 57.0, 58.0, 59.0, 60.0, 61.0, 62.0, 63.0]\n"), done.err
+
+
+def _worker_loop(there: Queue, back: Queue, *, by: int) -> None:
+    """A program's own function, which has the name of a DataLoader's."""
+    back.put(there.get() * by)
+    assert not there.takes_offers
+
+
+def test_a_programs_own_function_of_that_name_is_left_alone(ctx: Any) -> None:
+    """Also with keywords."""
+    there, back = ctx.Queue(), ctx.Queue()
+    process = ctx.Process(target=_worker_loop, args=(there, back), kwargs={"by": 3})
+    process.start()
+    there.put(torch.ones(3))
+    assert back.get(timeout=20).tolist() == [3.0] * 3
+    process.join(20)
+    assert process.exitcode == 0
+    process.close()
