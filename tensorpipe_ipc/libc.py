@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -34,9 +35,10 @@ def count_frames(nbytes: int) -> None:
     program with tensors has taught it that anyway, sooner or later. The block is not touched.
     """
     global _came
-    if _came < _LEARN <= _came + nbytes:
-        del bytearray(_LEARN)[:]
-    _came += nbytes
+    before, _came = _came, _came + nbytes  # first: where there is no memory for the block, that is tried once
+    if before < _LEARN <= _came:
+        with contextlib.suppress(MemoryError):
+            del bytearray(_LEARN)[:]
 
 
 def trim_malloc() -> None:

@@ -38,6 +38,15 @@ from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.endpoints import conversation
 from tensorpipe_ipc.process import Identity, identity
 
+BAD_TIMEOUTS = [  # and the errors that they raise
+    (-1, ValueError),
+    (-0.001, ValueError),
+    (float("nan"), ValueError),
+    ("1", TypeError),
+    ([], TypeError),
+    (True, TypeError),
+    (False, TypeError),
+]
 PATIENCE = 10.0  # seconds for what should take milliseconds, on a machine that does other things too
 AT_LENGTH = 3 * PATIENCE  # seconds for what is work, and takes some
 _context = multiprocessing.get_context("forkserver")

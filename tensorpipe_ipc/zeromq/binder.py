@@ -24,7 +24,6 @@ import zmq
 
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.forks import no_fork, watch
-from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.zeromq.address_claim import claim, unclaim
 from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.curve import Gate, read_keys, use_keys
@@ -40,7 +39,7 @@ from tensorpipe_ipc.zeromq.zmq_contexts import (
     repeated,
     router,
 )
-from tensorpipe_ipc.zeromq.zmq_sockets import PEER_TIMEOUT, FrameSocket
+from tensorpipe_ipc.zeromq.zmq_sockets import FrameSocket
 
 __all__ = ["Binder"]
 
@@ -64,17 +63,9 @@ class Binder(FrameSocket):
 
     binds = True
 
-    def __init__(
-        self,
-        address: Address,
-        *,
-        receives: bool,
-        window: int = 0,
-        security: Curve | None = None,
-        peer_timeout: float = PEER_TIMEOUT,
-    ) -> None:
+    def __init__(self, address: Address, **options: Any) -> None:
         """See FrameSocket."""
-        super().__init__(address, receives=receives, window=window, security=security, peer_timeout=peer_timeout)
+        super().__init__(address, **options)
         self._socket: zmq.Socket[bytes] | Any = None
         self._reader: NamedFrameReader | Any = None
         self._fd = self._gate_fd = -1  # once they are watched

@@ -22,14 +22,13 @@ from typing import Any
 import zmq
 
 from tensorpipe_ipc.errors import Refused
-from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.zeromq.addresses import Address, check_chain, check_folder, check_socket_file, is_shared
 from tensorpipe_ipc.zeromq.curve import read_keys, use_keys
 from tensorpipe_ipc.zeromq.line import Line
 from tensorpipe_ipc.zeromq.names import Host
 from tensorpipe_ipc.zeromq.timer_fd import TimerFd
 from tensorpipe_ipc.zeromq.zmq_contexts import acquire, has_descriptors, if_bound_here, is_bound_here, open_socket
-from tensorpipe_ipc.zeromq.zmq_sockets import PEER_TIMEOUT, SLICE, FrameSocket, Unreachable
+from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, Unreachable
 
 __all__ = ["Connector"]
 
@@ -46,17 +45,9 @@ class Connector(FrameSocket):
         self_connections: how often it had itself on the line.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        *,
-        receives: bool,
-        window: int = 0,
-        security: Curve | None = None,
-        peer_timeout: float = PEER_TIMEOUT,
-    ) -> None:
+    def __init__(self, address: Address, **options: Any) -> None:
         """See FrameSocket."""
-        super().__init__(address, receives=receives, window=window, security=security, peer_timeout=peer_timeout)
+        super().__init__(address, **options)
         self._context: zmq.Context[Any]
         self._keys: dict[int, bytes] = {}
         self._host = Host(address) if address.has_name else None
@@ -66,7 +57,7 @@ class Connector(FrameSocket):
         self._is_deferred = False  # whether ``_line`` waits for that
         self._connections = 0  # so far
         self._is_shared = False  # whether others may put a socket where this end looks for one
-        self._pause = self._shortest = _SHORTEST if security is None else _LONGEST
+        self._pause = self._shortest = _SHORTEST if self._security is None else _LONGEST
         self._due = 0.0  # when the next try is
         self._timer: TimerFd | None = None  # for who waits on ``fileno``
         self._is_short = False  # whether there was no descriptor left for a try

@@ -5,7 +5,7 @@ long a frame may be it has one limit for, which is the same before and after. So
 shown a key, an end can make a binder hold one of them only.
 
 Heartbeats pass between frames, and not within one: whoever needs longer for one than a silence may last is taken for dead,
-again and again. So fragments are shorter until a line was found to be quick, and 0.4 Mbit/s are enough::
+again and again. So fragments are shorter until a line was found to be quick, and 0.5 Mbit/s are enough::
 
     frame of n bytes    size | size | ... | the rest: fewer bytes, perhaps none      size: FRAGMENT, or SHORT_FRAGMENT
 

@@ -85,8 +85,8 @@ class FrameSocket:
         address: Address,
         *,
         receives: bool,
-        window: int,
-        security: Curve | None,
+        window: int = 0,
+        security: Curve | None = None,
         peer_timeout: float = PEER_TIMEOUT,
     ) -> None:
         """Nothing is opened yet.
@@ -99,9 +99,8 @@ class FrameSocket:
             peer_timeout: seconds that a silent peer is waited for, over tcp.
         """
         self.address = address
-        options = heartbeats(is_remote=address.is_remote, peer_timeout=peer_timeout)
-        self._heartbeats = options if address.scheme == "tcp" else {}
-        self.silence = (options[zmq.HEARTBEAT_TIMEOUT] + options[zmq.HEARTBEAT_IVL]) / 1000
+        self._heartbeats = heartbeats(is_remote=address.is_remote, peer_timeout=peer_timeout)
+        self.silence = (self._heartbeats[zmq.HEARTBEAT_TIMEOUT] + self._heartbeats[zmq.HEARTBEAT_IVL]) / 1000
         self.connection = 0
         self.routing = b""
         self.reads_out = b""

@@ -126,18 +126,7 @@ def test_messages_wait_while_nobody_takes_them(consumer: tp.Consumer) -> None:
         assert list(consumer) == [("", number) for number in range(1, 30)]
 
 
-@pytest.mark.parametrize(
-    ("timeout", "error"),
-    [
-        (-1, ValueError),
-        (-0.001, ValueError),
-        (float("nan"), ValueError),
-        ("1", TypeError),
-        ([], TypeError),
-        (True, TypeError),
-        (False, TypeError),
-    ],
-)
+@pytest.mark.parametrize(("timeout", "error"), children.BAD_TIMEOUTS)
 def test_timeouts_out_of_range(consumer: tp.Consumer, timeout: Any, error: type[Exception]) -> None:
     """A timeout is None or a number of seconds from 0 up; the text says so."""
     with pytest.raises(error, match="timeout=.*seconds"):

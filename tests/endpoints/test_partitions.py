@@ -321,7 +321,7 @@ def test_the_silence_that_is_told_is_all_that_there_was(monkeypatch: pytest.Monk
         Proxy(int(consumer.endpoint.rpartition(":")[2])) as proxy,
         tp.Producer(proxy.endpoint, linger=0) as producer,
     ):
-        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        putting = in_thread(lambda: (producer.put("met", PATIENCE), producer.flush(PATIENCE)))
         assert consumer.get(PATIENCE) == "met"
         putting()
         proxy.silence()

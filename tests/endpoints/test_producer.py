@@ -298,18 +298,7 @@ def test_what_cannot_be_sent_leaves_the_producer_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("method", ["put", "flush"])
-@pytest.mark.parametrize(
-    ("timeout", "error"),
-    [
-        (-1, ValueError),
-        (-0.001, ValueError),
-        (float("nan"), ValueError),
-        ("1", TypeError),
-        ([], TypeError),
-        (True, TypeError),
-        (False, TypeError),
-    ],
-)
+@pytest.mark.parametrize(("timeout", "error"), children.BAD_TIMEOUTS)
 def test_timeouts_out_of_range(method: str, timeout: Any, error: type[Exception]) -> None:
     """A timeout is None or a number of seconds from 0 up; the text says so."""
     with tp.Producer("timed") as producer, pytest.raises(error, match="timeout=.*seconds"):

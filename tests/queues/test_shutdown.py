@@ -99,51 +99,10 @@ def test_all_who_wait_are_told_though_those_woken_first_are_killed_or_stopped(
         assert [reap(pid) for number, pid in enumerate(pids) if number % 4] == [0] * 6
 
 
-@pytest.mark.slow
-@strides(29, 97)
-def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits(step: int) -> None:
-    """Also where nobody does anything with the queue any more."""
+def _is_told(step: int, waits: list[Wait], maxsize: int, shut: Wait) -> None:
+    """Kill a shutdown at every step: those who wait are all told, or it has not begun. A queue with a bound is full."""
     ended, tell = os.pipe()
     begun = 0
-
-    def waits(there: Queue, wait: str) -> None:
-        refused(there, GETS[wait])
-        os.write(tell, b".")
-
-    def killed(point: int) -> bool:
-        nonlocal begun
-        there = Queue()
-        shared_queue_of(there).attachment.attach()
-        chosen = ("get", "get", "get_many")
-        with waiters(there, [lambda wait=wait: waits(there, wait) for wait in chosen]) as pids:  # type: ignore[misc]
-            was_killed = dies_at(point, there.shutdown, shared_queue_of(there).attachment.attach)
-            if select.select([ended], [], [], SOON)[0]:
-                begun += 1
-            else:
-                there.shutdown()
-            assert [reap(pid) for pid in pids] == [0, 0, 0]
-        os.read(ended, len(pids))
-        return was_killed
-
-    for _ in points(killed, stride=step):
-        pass
-    assert begun
-    os.close(ended)
-    os.close(tell)
-
-
-@pytest.mark.slow
-@strides(29, 197)
-@pytest.mark.parametrize("immediate", [False, True])
-def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_refuses_all_puts(step: int, immediate: bool) -> None:
-    """Each that waits for room is told."""
-    ended, tell = os.pipe()
-    begun = 0
-    waits = [
-        lambda there: there.put(1),
-        lambda there: there.put(1, timeout=LIMIT),
-        lambda there: there.put_many([1, 2]),
-    ]
 
     def is_refused(there: Queue, wait: Wait) -> None:
         refused(there, wait)
@@ -151,15 +110,17 @@ def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_refuses_all_puts(
 
     def killed(point: int) -> bool:
         nonlocal begun
-        there = Queue(1)
-        there.put(0)
+        there = Queue(maxsize)
+        shared_queue_of(there).attachment.attach()
+        for number in range(maxsize):
+            there.put(number)
         with waiters(there, [lambda wait=wait: is_refused(there, wait) for wait in waits]) as pids:  # type: ignore[misc]
-            was_killed = dies_at(point, lambda: there.shutdown(immediate), shared_queue_of(there).attachment.attach)
+            was_killed = dies_at(point, lambda: shut(there), shared_queue_of(there).attachment.attach)
             if select.select([ended], [], [], SOON)[0]:
                 begun += 1
             else:
                 there.shutdown()
-            assert [reap(pid) for pid in pids] == [0, 0, 0]
+            assert [reap(pid) for pid in pids] == [0] * len(waits)
         os.read(ended, len(pids))
         return was_killed
 
@@ -168,6 +129,23 @@ def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_refuses_all_puts(
     assert begun
     os.close(ended)
     os.close(tell)
+
+
+@pytest.mark.slow
+@strides(29, 97)
+def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits(step: int) -> None:
+    """Also where nobody does anything with the queue any more."""
+    _is_told(step, [GETS["get"], GETS["get"], GETS["get_many"]], 0, lambda there: there.shutdown())
+
+
+@pytest.mark.slow
+@strides(29, 197)
+@pytest.mark.parametrize("immediate", [False, True])
+def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_refuses_all_puts(step: int, immediate: bool) -> None:
+    """Each that waits for room is told."""
+    puts: list[Wait] = [lambda there: there.put(1), lambda there: there.put(1, timeout=LIMIT)]
+    puts += [lambda there: there.put_many([1, 2])]
+    _is_told(step, puts, 1, lambda there: there.shutdown(immediate))
 
 
 def test_a_shutdown_whose_only_bell_went_down_with_its_taker_is_finished_by_who_looks() -> None:
