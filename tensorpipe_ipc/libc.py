@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import mmap
@@ -37,8 +36,9 @@ def count_frames(nbytes: int) -> None:
     global _came
     before, _came = _came, _came + nbytes  # first: where there is no memory for the block, that is tried once
     if before < _LEARN <= _came:
-        with contextlib.suppress(MemoryError):
-            del bytearray(_LEARN)[:]
+        malloc, free = libc().malloc, libc().free
+        malloc.argtypes, malloc.restype, free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
+        free(malloc(_LEARN))  # also of none: there may be no memory for it
 
 
 def trim_malloc() -> None:

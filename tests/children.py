@@ -441,6 +441,11 @@ def _state(thread: Path) -> str:
     return (thread / "stat").read_text().rpartition(") ")[2][0]
 
 
+def asleep(pid: int) -> bool:
+    """Return whether a process sleeps, and so waits for what it is to be told."""
+    return _state(Path(f"/proc/{pid}")) == "S"
+
+
 def wait_until(condition: Callable[[], Any], bound: float = PATIENCE) -> None:
     """Ask until something holds, as asking an end for its statistics has it look at what has come in."""
     deadline = time.monotonic() + bound

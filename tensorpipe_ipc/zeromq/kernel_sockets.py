@@ -76,8 +76,9 @@ def listener(path: str, backlog: int) -> socket.socket:
 def process_behind(fd: int, address: Address) -> tuple[int, int] | None:
     """Return the process, and user, at the other end of a connection to a unix socket; None if it is none any more.
 
-    The process is 0 where that socket has a name which is not seen to be the address. In another mount namespace it may be, if
-    it is this user's and the file has that name in another folder. Or this is another connection by now.
+    The process is 0 where that socket has a name which is not seen to be the address, as where it was bound in another mount
+    namespace, or its file has another name by now. Or this is another connection of this user's by now: then the one that was
+    asked for has ended, as libzmq will tell. One that has no name is another in any case.
 
     Args:
         fd: its descriptor. It is libzmq's, whose thread may have closed it by now.
@@ -91,7 +92,7 @@ def process_behind(fd: int, address: Address) -> tuple[int, int] | None:
                 # A name that another user gave its socket is compared, and leads nowhere.
                 if _is_at(connection, address) or (uid == os.geteuid() and _is_there(connection, address)):
                     return pid, uid
-                if uid != os.geteuid() or _is_named_so(connection, address):
+                if uid != os.geteuid() or connection.getpeername():
                     return 0, uid
     return None
 
@@ -184,12 +185,6 @@ def _is_among(address: Address, *ends: Any) -> bool:
 
 def _port(address: Address) -> int:
     return int(address.text.rpartition(":")[2])
-
-
-def _is_named_so(connection: socket.SocketType, address: Address) -> bool:
-    """Return whether the other end's file has an address's name, in whatever folder."""
-    name = connection.getpeername()
-    return isinstance(name, str) and os.path.basename(name) == os.path.basename(address.path)
 
 
 def _is_there(connection: socket.SocketType, address: Address) -> bool:

@@ -249,6 +249,18 @@ def test_a_folder_that_containers_see_at_other_places(tmp_path: Path, mode: int)
         assert consumer.statistics().transport == "shared memory"
 
 
+def test_a_socket_file_that_was_given_another_name(tmp_path: Path) -> None:
+    """As by a container that mounts the file alone. It is this user's socket still, also where others may put one."""
+    tmp_path.chmod(0o1777)
+    with tp.Consumer(f"ipc://{tmp_path}/bound.sock") as consumer:
+        os.rename(tmp_path / "bound.sock", tmp_path / "other.sock")
+        with tp.Producer(f"ipc://{tmp_path}/other.sock") as producer:
+            putting = in_thread(lambda: producer.put(1, PATIENCE))
+            assert consumer.get(PATIENCE) == 1
+            putting()
+    (tmp_path / "other.sock").unlink()
+
+
 def test_a_binder_whose_descriptors_are_closed_to_its_own_user(free_port: int) -> None:
     """The kernel does not let the connector open what it is offered: frames, and all three say so."""
     endpoint = f"tcp://127.0.0.1:{free_port}"

@@ -9,6 +9,8 @@ import multiprocessing
 import multiprocessing.pool
 import os
 import signal
+import sys
+import termios
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from arenas import CAPACITY, left_in, small_context
+from children import asleep, wait_until
 from crash_points import in_child, reap
 from inside import reading_end_of, shared_queue_of
 from programs import outliving, ran_in_fork
@@ -398,7 +401,7 @@ def test_workers_end_when_their_program_is_killed(kind: Any) -> None:
 
 
 def work_unread(kind: str, told: int, gate: int) -> None:
-    """A program that has two workers. The results of three tasks do not fit into the memory."""
+    """A program that has two workers. The results of two tasks do not fit into the memory."""
     ctx, task = small_context("fork"), functools.partial(tell_and_make, told, gate)
     if kind == "loader":
         dataset: Any = Telling(told, gate)
@@ -417,7 +420,7 @@ def tell_and_make(told: int, gate: int, _: int) -> torch.Tensor:
     """Tell who is at work. When that may be done, return much."""
     os.write(told, f"{os.getpid()}\n".encode())
     os.read(gate, 1)
-    return torch.empty(CAPACITY // 12)
+    return torch.empty(CAPACITY // 6)
 
 
 class Telling(Dataset[torch.Tensor]):
@@ -433,6 +436,11 @@ class Telling(Dataset[torch.Tensor]):
         return tell_and_make(*self._pipes, number)
 
 
+def unread_in(pipe: int) -> int:
+    """Return how many bytes lie in a pipe."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 @pytest.mark.parametrize("kind", ["pool", "executor", "loader"])
 def test_a_worker_whose_result_waits_for_memory_ends_when_its_program_is_killed(kind: str) -> None:
     """Results that nobody read have it, and nobody has those but the workers themselves."""
@@ -445,12 +453,12 @@ def test_a_worker_whose_result_waits_for_memory_ends_when_its_program_is_killed(
     assert program.pid is not None
     os.kill(program.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, program.pid, os.WSTOPPED | os.WNOWAIT)
-    os.write(opener, b"....")
-    while pids.count(b"\n") < 4:
-        pids += os.read(begun, 100)
+    workers = set(map(int, pids.split()))
+    os.write(opener, b"." * 10)
+    wait_until(lambda: unread_in(gate) <= 8 and all(map(asleep, workers)))
     program.kill()
     program.join()
-    assert outliving(set(map(int, pids.split())), LIMIT) == []
+    assert outliving(workers, LIMIT) == []
     program.close()
     for fd in (begun, told, gate, opener):
         os.close(fd)

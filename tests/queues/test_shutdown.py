@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import asleep
 from crash_points import SIGNAL_CHECKS, dies_at, in_child, reap, run_traced
 from inside import (
     before_a_put_counts_its_task,
@@ -48,12 +49,6 @@ def refused(there: Queue, wait: Wait) -> None:
     """A wait that is to end in ShutDown."""
     with pytest.raises(ShutDown):
         wait(there)
-
-
-def asleep(pid: int) -> bool:
-    """Return whether a process sleeps, and so waits for what it is to be told."""
-    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as status:
-        return status.read().rpartition(")")[2].split()[0] == "S"
 
 
 @contextlib.contextmanager
