@@ -7,14 +7,17 @@ takes root, iproute2, util-linux, and a kernel with veth.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
-__all__ = ["Host", "WHY_NOT", "two_hosts"]
+__all__ = ["Host", "WHY_NOT", "enter", "two_hosts"]
 
 _LINE = "line"
+_NOBODYS = "02:00:00:00:00:01"  # a card's number
 
 
 class Host:
@@ -43,9 +46,14 @@ class Host:
         return self._holder.pid
 
     @property
+    def path(self) -> str:
+        """A file by which processes enter the network, as long as this one keeps it."""
+        return f"/proc/{os.getpid()}/fd/{self.network}"
+
+    @property
     def prefix(self) -> list[str]:
         """Return the start of a command line that runs there."""
-        there = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self.network}"]
+        there = ["nsenter", f"--net={self.path}"]
         return [*there, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
     def run(self, *command: str) -> str:
@@ -60,6 +68,19 @@ class Host:
         (line,) = [each for each in self.run("cat", "/proc/net/dev").splitlines() if each.strip().startswith(_LINE)]
         return int(line.partition(":")[2].split()[0])
 
+    def unacknowledged(self) -> int:
+        """Bytes that were sent from here by TCP and that the other host has not acknowledged."""
+        sockets = self.run("tail", "-qn", "+2", "/proc/net/tcp", "/proc/net/tcp6").splitlines()
+        return sum(int(each.split()[4].partition(":")[0], 16) for each in sockets)
+
+    def lose(self, other: Host) -> None:
+        """Have all be lost that goes from here to the other one, and not what comes from there."""
+        self.run("ip", "neigh", "replace", other.address, "lladdr", _NOBODYS, "dev", _LINE, "nud", "permanent")
+
+    def find(self, other: Host) -> None:
+        """The end of that."""
+        self.run("ip", "neigh", "del", other.address, "dev", _LINE)
+
     def close(self) -> None:
         """Its end of the line is gone, and so are its addresses, with the last program there."""
         os.close(self.network)
@@ -68,6 +89,20 @@ class Host:
     def _let_go(self) -> None:
         self._holder.kill()
         self._holder.wait()
+
+
+def enter(_: Any, network: str) -> None:
+    """Have this process be on a host. Its libraries' threads are, too, if it has none yet.
+
+    Args:
+        network: ``Host.path``.
+    """
+    fd = os.open(network, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(fd, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -93,7 +128,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 def _why_not() -> str:
     if os.geteuid():
         return "it takes root"
-    missing = [name for name in ("ip", "unshare", "nsenter", "sleep", "cat") if shutil.which(name) is None]
+    missing = [name for name in ("ip", "unshare", "nsenter", "sleep", "cat", "tail") if shutil.which(name) is None]
     if missing:
         return f"there is no {missing[0]}"
     try:

@@ -35,7 +35,6 @@ _MISSES = 8  # messages that are waited for, after one that was not there, befor
 _AGAIN = 0.5  # seconds
 REMEMBERED = 1000  # producers that vanished, at most
 _TOLD = 16  # producers that did not end well, and are named
-_FAREWELL = 1.0  # seconds that a goodbye has to leave
 _POLL_UNIT = 0.001  # seconds; poll rounds up a shorter wait, and each piece of a large message would wait as long
 _A_TURN = 0.0003  # seconds of what is rejected
 _TICK = 0.2  # seconds between two looks at who is still there, for who waits on the descriptor alone
@@ -674,7 +673,7 @@ class Receiver(Participant):
             lost = max(0, peer.credited - peer.taken)
             peer.credited = 0  # with no call since
             self.lost += lost
-        return "", _FAREWELL if self.say_goodbye() else 0.0
+        return "", self.socket.farewell if self.say_goodbye() else 0.0
 
     def _let_go(self) -> None:
         """See Participant."""

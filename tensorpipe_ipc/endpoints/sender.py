@@ -36,8 +36,6 @@ Held = tuple[Handover, bytes]
 REMEMBERED = 1000  # peers that vanished, at most
 _CREDIT = 0.1  # seconds that word of what was taken may be on its way, in frames, whatever the linger
 _FAREWELL = 0.2  # seconds that a goodbye has to leave, whatever the linger: over tcp an end without one may come back
-# Seconds at most where only that has to leave: to a consumer who closes at this moment it never does, and libzmq waits for it.
-_ONLY_FAREWELL = 1.0
 _TOLD = 16  # consumers that left something behind, and are named
 _MARK = 1 << 20  # bytes of small frames, after which it is looked whether ZeroMQ lets go of them
 _FRAME = 64  # bytes of ZeroMQ's own
@@ -298,7 +296,7 @@ class Sender(Participant):
             left, blocked = self.in_flight, self.why_blocked() + self.conversation.connect_error()
             told = self.say_goodbye()
         if not left:
-            return "", max(min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0
+            return "", max(min(linger, self.socket.farewell), _FAREWELL) if told else 0.0
         return (
             f"Producer on {self.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",
             _FAREWELL if told else 0.0,

@@ -28,7 +28,7 @@ from tensorpipe_ipc.zeromq.address_claim import claim, unclaim
 from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.curve import Gate, read_keys, use_keys
 from tensorpipe_ipc.zeromq.frame_reader import NamedFrameReader
-from tensorpipe_ipc.zeromq.kernel_sockets import hang_up, listener, process_behind
+from tensorpipe_ipc.zeromq.kernel_sockets import connections_to, hang_up, listener, process_behind
 from tensorpipe_ipc.zeromq.names import places
 from tensorpipe_ipc.zeromq.zmq_contexts import (
     acquire,
@@ -272,6 +272,9 @@ class Binder(FrameSocket):
             self._is_silent = False
         if self._gate is not None and self._gate_fd in found:
             self._gate.answer()
+
+    def _connection_fds(self) -> list[int]:
+        return [] if self._listening[0] < 0 else connections_to(self.address)
 
     def _close_sockets(self, linger: float) -> None:
         with ExitStack() as steps:

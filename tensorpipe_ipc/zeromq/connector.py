@@ -381,6 +381,9 @@ class Connector(FrameSocket):
         self._hear()
         return self.has_incoming()
 
+    def _connection_fds(self) -> list[int]:
+        return [] if self._line is None or not self._line.is_up else [self._line.fd]
+
     def _close_sockets(self, linger: float) -> None:
         with ExitStack() as steps:
             for line in self._open:

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import socket
 import stat
 import struct
 import sys
+import termios
 from contextlib import closing, suppress
 from functools import partial
 from itertools import starmap
@@ -31,11 +33,20 @@ from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.zeromq.addresses import Address
 
-__all__ = ["hang_up", "is_to_itself", "listener", "prepare_for_bulk", "process_behind"]
+__all__ = [
+    "connections_to",
+    "hang_up",
+    "is_to_itself",
+    "listener",
+    "prepare_for_bulk",
+    "process_behind",
+    "unacknowledged",
+]
 
 _SEND_BUFFER = 1 << 19  # bytes; the kernel cuts it to net.core.wmem_max (208 KB and up), and doubles it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _NAME = 128  # bytes of a socket's address, at most
+_SIOCOUTQ = termios.TIOCOUTQ  # the same number, in Linux
 _RESET = struct.pack("ii", 1, 0)  # on closing, so that the kernel does not keep the address for another minute
 
 
@@ -150,6 +161,38 @@ def hang_up(fd: int, address: Address) -> None:
     except OSError as error:
         if error.errno == errno.EMFILE:  # strangers may have taken all, to flood by them
             _hang_up_in_place(fd, address)
+
+
+def connections_to(address: Address) -> list[int]:
+    """Return the descriptors of the connections of a binder of this process.
+
+    Args:
+        address: the binder's, over tcp.
+    """
+    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if _came_to(fd, _port(address))]
+
+
+def _came_to(fd: int, port: int) -> bool:
+    with suppress(OSError):
+        with closing(_duplicate(fd)) as connection:
+            connection.getpeername()  # raises, of one that listens
+            name = connection.getsockname()
+            return isinstance(name, tuple) and name[1] == port
+    return False
+
+
+def unacknowledged(fd: int, address: Address) -> int:
+    """Return how many bytes that were sent by a tcp connection the other host is not known to have.
+
+    Args:
+        fd: its descriptor, as above. Of one that is closed, or no connection of that address any more, there are none.
+        address: of one of its two ends.
+    """
+    with suppress(OSError):
+        with closing(_duplicate(fd)) as connection:
+            if _is_at(connection, address):
+                return int.from_bytes(fcntl.ioctl(connection, _SIOCOUTQ, bytes(4)), sys.byteorder)
+    return 0
 
 
 def _hang_up_in_place(fd: int, address: Address) -> None:

@@ -60,6 +60,7 @@ class Line:
         stranger: the other user whose socket is at the address; None: none.
         is_to_itself: whether it got the connector itself on the line.
         is_reached: whether somebody listens there. If it is not up, that may be another program.
+        fd: the descriptor of its connection, which is libzmq's; -1 before there was one.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], address: Address, tears: Tears, *, is_shared: bool = False) -> None:
@@ -77,6 +78,7 @@ class Line:
         self.failure: tuple[int, int] | None = None
         self.stranger: int | None = None
         self.is_to_itself = self.is_reached = False
+        self.fd = -1
         self._address, self._is_shared = address, is_shared
         self._listener = 0  # the process that listens at the other end, over ipc, as far as it is seen from here
         self._file = _NO_FILE  # the socket file that led there
@@ -139,7 +141,7 @@ class Line:
 
     def _note(self, event: int, number: int) -> None:
         if event == _CONNECTED:
-            self.is_reached = True
+            self.is_reached, self.fd = True, number
             if self._address.path:
                 self._see_who_listens(number)
             elif is_to_itself(number):

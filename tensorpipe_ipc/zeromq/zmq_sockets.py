@@ -30,7 +30,7 @@ from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.curve import DOMAIN
 from tensorpipe_ipc.zeromq.fragments import FRAGMENT, LARGEST_FRAGMENT, SHORT_FRAGMENT, in_fragments, joined
 from tensorpipe_ipc.zeromq.frame_reader import FrameReader, Tears
-from tensorpipe_ipc.zeromq.kernel_sockets import prepare_for_bulk
+from tensorpipe_ipc.zeromq.kernel_sockets import prepare_for_bulk, unacknowledged
 from tensorpipe_ipc.zeromq.poll_fd import PollFd
 from tensorpipe_ipc.zeromq.zmq_contexts import hold_reaper, release
 
@@ -51,6 +51,10 @@ _LARGEST = 1 << 40
 # Messages of one frame that ZeroMQ may hold for a peer: more than one that reads ever leaves there.
 _UNREAD = 64
 _STEP = 0.01  # seconds of a wait for what has to leave, without a look at the connection
+_ROUND = 0.001  # seconds between two looks whether what has left has arrived
+# Seconds that a goodbye has to leave, at most: to one who closes at this moment it never does. To arrive at another host, on a
+# line that takes 0.6 s there and back, it may have to be sent twice.
+_FAREWELL, _FAREWELL_AFAR = 1.0, 3.0
 _MOST_UNREAD = 1024  # peers, until those are forgotten that have read
 
 
@@ -70,6 +74,7 @@ class FrameSocket:
         key: the public key of the end that binds, in Z85; "" without keys.
         connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
         routing: the routing id of that connection; b"" while there is none.
+        farewell: seconds that a goodbye has to leave, at most, and over tcp to arrive at another host.
         silence: seconds without anything from a peer after which its connection is given up, over tcp.
         reads_out: the routing id of the connection before this one, as long as a connector still reads what came by it.
         tears: counts how often an exception hit inside a receive, and took a message with it, or perhaps nothing.
@@ -100,6 +105,7 @@ class FrameSocket:
         """
         self.address = address
         self._heartbeats = heartbeats(is_remote=address.is_remote, peer_timeout=peer_timeout)
+        self.farewell = _FAREWELL_AFAR if address.is_remote else _FAREWELL
         self.silence = (self._heartbeats[zmq.HEARTBEAT_TIMEOUT] + self._heartbeats[zmq.HEARTBEAT_IVL]) / 1000
         self.connection = 0
         self.routing = b""
@@ -470,21 +476,25 @@ class FrameSocket:
         Over tcp it has to leave before. There libzmq ends the process (!_io_error) where a socket was closed with a linger, its
         peer said something, and the connection was reset before all had left: by its next heartbeat. Without a linger what is
         small leaves nevertheless, unless the connection is busy with what came before.
+
+        To another host it has to arrive before, too. To what comes to a tcp socket that was closed, as a heartbeat does, the
+        kernel answers with a reset, and forgets what it would have sent again.
         """
-        is_tcp = self.address.scheme == "tcp"
+        is_tcp, deadline = self.address.scheme == "tcp", time.monotonic() + linger
         with ExitStack() as steps:  # from the last to the first; each is done though an exception cuts another short
             steps.callback(release, self)
             steps.callback(self._close_sockets, 0.0 if is_tcp else linger)
             steps.callback(self._give_address_back)
             if self._poll_fd is not None:
                 steps.callback(self._poll_fd.close)
+            if self.address.is_remote:
+                steps.callback(self._let_arrive, deadline)
             if is_tcp:
-                steps.callback(self._let_leave, linger)
+                steps.callback(self._let_leave, deadline)
 
-    def _let_leave(self, seconds: float) -> None:
+    def _let_leave(self, deadline: float) -> None:
         """Wait until ZeroMQ has let go of all that was said by messages of one frame, and so of what was sent before them."""
         unread, self._unread = self._unread, {}  # once, whatever comes: a second close meets sockets that are closed
-        deadline = time.monotonic() + seconds
         for peer, said in unread.items():
             while self.binds or self.reaches(peer):  # what nobody can get a ROUTER drops, and a DEALER keeps
                 left = deadline - time.monotonic()
@@ -493,6 +503,17 @@ class FrameSocket:
                     break
                 if left <= 0:
                     return
+
+    def _let_arrive(self, deadline: float) -> None:
+        """Wait until the hosts at the other ends have acknowledged what was sent to them."""
+        waiting = self._connection_fds()
+        while waiting and time.monotonic() < deadline:
+            time.sleep(_ROUND)  # first: ZeroMQ's thread may not have sent yet what was said last
+            waiting = [fd for fd in waiting if unacknowledged(fd, self.address)]
+
+    def _connection_fds(self) -> list[int]:
+        """Return the descriptors, which are libzmq's, of the tcp connections that stand."""
+        raise NotImplementedError
 
     def _give_address_back(self) -> None:
         """Have the next binder get the address; what was sent goes on leaving."""
