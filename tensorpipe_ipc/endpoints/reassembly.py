@@ -29,7 +29,7 @@ import numpy as np
 
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.headroom import addresses_left, headroom
-from tensorpipe_ipc.libc import count_frames
+from tensorpipe_ipc.libc import count_frames, trim_malloc
 from tensorpipe_ipc.wire.header import Header, Piece
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 from tensorpipe_ipc.wire.room import LOOKED, made_with_room
@@ -101,8 +101,11 @@ class BufferPool:
         return nbytes
 
     def give_back_idle(self) -> int:
-        """Give back what lies idle, here and with others. Return the number of bytes."""
-        return self.drop_idle() + self._trim()
+        """Give back what lies idle, here and with others, where memory is short. Return the number of bytes."""
+        nbytes = self.drop_idle()
+        if nbytes:
+            trim_malloc()  # which may keep it else
+        return nbytes + self._trim()
 
     def drop_idle(self) -> int:
         """Give back what lies idle here. Return the number of bytes."""

@@ -662,6 +662,10 @@ class Receiver(Participant):
         if reassembly.is_complete:  # else nobody has sent what there is no memory for
             raise OutOfMemory(f"{self.endpoint}: {peer} sent {reassembly.refused}")
 
+    def give_back_idle(self) -> int:
+        """See Participant."""
+        return self._buffers.give_back_idle()
+
     def _drop_idle(self) -> int:
         """See Participant."""
         return self._buffers.drop_idle()
