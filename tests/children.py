@@ -338,7 +338,7 @@ def put_from_there(ends: Ends, way: str, endpoint: str, **options: Any) -> str:
             producer.flush(PATIENCE)
             return producer.statistics().transport
 
-    return _said_there(way, put)
+    return said_there(way, put)
 
 
 def take_there(ends: Ends, way: str, endpoint: str) -> str:
@@ -350,7 +350,7 @@ def take_there(ends: Ends, way: str, endpoint: str) -> str:
             (found,) = [each for each in attached.findings(endpoint) if each.what == "  producer"]
             return f"{consumer.statistics().transport}\n{found.text}"
 
-    return _said_there(way, take)
+    return said_there(way, take)
 
 
 def both_there(ends: Ends, way: str, endpoint: str, maxsize: int) -> str:
@@ -364,10 +364,11 @@ def both_there(ends: Ends, way: str, endpoint: str, maxsize: int) -> str:
             (found,) = [each for each in attached.findings(endpoint) if each.what == "  producer"]
             return "\n".join((producer.statistics().transport, consumer.statistics().transport, found.text))
 
-    return _said_there(way, exchange)
+    return said_there(way, exchange)
 
 
-def _said_there(way: str, action: Callable[[], str]) -> str:
+def said_there(way: str, action: Callable[[], str]) -> str:
+    """Do something in other circumstances, if need be. Returns what it returns, or the error."""
     reader, writer = os.pipe()
 
     def run() -> None:

@@ -46,6 +46,21 @@ def open_binder(ends: children.Ends, endpoint: str, folder: str, **options: Any)
     return children.open_consumer(ends, endpoint, security=binders(Path(folder)), **options)
 
 
+def lose_there(ends: children.Ends, way: str, folder: str) -> str:
+    """Bind for other hosts, in other circumstances, and close a producer with two messages not taken. Returns the error."""
+
+    def lose() -> str:
+        with tp.Producer("tcp://*:*", bind=True, security=binders(Path(folder)), linger=0.1) as producer:
+            endpoint = f"tcp://127.0.0.1:{producer.endpoint.rpartition(':')[2]}"
+            with tp.Consumer(endpoint, bind=False, security=connectors(Path(folder))) as consumer:
+                putting = children.in_thread(lambda: [producer.put(number, children.PATIENCE) for number in range(3)])
+                assert consumer.get(children.PATIENCE) == 0
+                putting()
+        return "nothing was told"
+
+    return children.said_there(way, lose)
+
+
 def put_at_a_pace(ends: children.Ends, tree: Any, pace: float, seconds: float) -> float:
     """Put a tree so many times a second, as far as it will go. Returns how many times a second it went."""
     began = time.monotonic()

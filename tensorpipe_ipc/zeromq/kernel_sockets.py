@@ -34,19 +34,20 @@ from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.zeromq.addresses import Address
 
 __all__ = [
+    "acknowledged",
     "connections_to",
     "hang_up",
     "is_to_itself",
     "listener",
     "prepare_for_bulk",
     "process_behind",
-    "unacknowledged",
 ]
 
 _SEND_BUFFER = 1 << 19  # bytes; the kernel cuts it to net.core.wmem_max (208 KB and up), and doubles it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _NAME = 128  # bytes of a socket's address, at most
 _SIOCOUTQ = termios.TIOCOUTQ  # the same number, in Linux
+_ACKNOWLEDGED = struct.Struct("=120xQ")  # tcpi_bytes_acked, in the kernel's struct tcp_info
 _RESET = struct.pack("ii", 1, 0)  # on closing, so that the kernel does not keep the address for another minute
 
 
@@ -164,12 +165,15 @@ def hang_up(fd: int, address: Address) -> None:
 
 
 def connections_to(address: Address) -> list[int]:
-    """Return the descriptors of the connections of a binder of this process.
+    """Return the descriptors of the connections of a binder of this process; none where that cannot be known.
 
     Args:
         address: the binder's, over tcp.
     """
-    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if _came_to(fd, _port(address))]
+    with suppress(OSError, ValueError):  # no /proc, no descriptor is left, or the port is not chosen yet
+        port = _port(address)
+        return [fd for fd in map(int, os.listdir("/proc/self/fd")) if _came_to(fd, port)]
+    return []
 
 
 def _came_to(fd: int, port: int) -> bool:
@@ -181,18 +185,25 @@ def _came_to(fd: int, port: int) -> bool:
     return False
 
 
-def unacknowledged(fd: int, address: Address) -> int:
-    """Return how many bytes that were sent by a tcp connection the other host is not known to have.
+def acknowledged(fd: int, address: Address) -> tuple[int, int] | None:
+    """Return how many bytes by a tcp connection the other host has acknowledged, ever, and how many are on their way to it.
 
     Args:
-        fd: its descriptor, as above. Of one that is closed, or no connection of that address any more, there are none.
+        fd: its descriptor, as above.
         address: of one of its two ends.
+
+    Returns:
+        None of one that is closed, or no connection of that address any more; nor does every kernel tell.
     """
-    with suppress(OSError):
+    with suppress(OSError, struct.error):
         with closing(_duplicate(fd)) as connection:
             if _is_at(connection, address):
-                return int.from_bytes(fcntl.ioctl(connection, _SIOCOUTQ, bytes(4)), sys.byteorder)
-    return 0
+                (known,) = _ACKNOWLEDGED.unpack(
+                    connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
+                )
+                under_way = fcntl.ioctl(connection, _SIOCOUTQ, bytes(4))
+                return known, int.from_bytes(under_way, sys.byteorder)
+    return None
 
 
 def _hang_up_in_place(fd: int, address: Address) -> None:

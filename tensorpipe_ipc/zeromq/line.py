@@ -9,8 +9,10 @@ and has ended when nothing can be sent any more.
 
 Over ipc, whoever may write to the folder may have put a socket there. So the kernel is asked who listens before a line counts
 as up; until then nothing is sent by it, and nothing read. One of another user's has ended at once. So has one that is gone
-before the kernel was asked, where others may write to the folder; and one to itself (``kernel_sockets.is_to_itself``), which
-would keep the address from its binder.
+before the kernel was asked, where others may write to the folder. There, too, has one whose socket has another name, unless the
+file at the address is a socket, and the same one as before the line was tried: else a link of another user's may have led
+it to this user's other socket. And so has one to itself (``kernel_sockets.is_to_itself``), which would keep the address from
+its binder.
 
 The monitor has no high-water mark: libzmq's thread would stand still as soon as nobody reads it. So it would where the monitor
 is closed and the DEALER still tells: a line has to be closed, and not just dropped.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 import struct
 from typing import Any
 
@@ -157,8 +160,13 @@ class Line:
     def _see_who_listens(self, fd: int) -> None:
         self._listener, uid = process_behind(fd, self._address) or (0, None)
         self.stranger = None if uid == os.geteuid() else uid
-        if self.stranger is not None or (uid is None and self._is_shared):
+        is_believed = self._listener > 0 or not self._is_shared or (uid is not None and self._stood_there())
+        if self.stranger is not None or not is_believed:
             self._end()
+
+    def _stood_there(self) -> bool:
+        """Return whether the file at the address was the same one all the time: no link of another user's has led elsewhere."""
+        return self._file != _NO_FILE and _socket_file(self._address) == self._file
 
     def _end(self) -> None:
         self.is_up, self.has_ended = False, True
@@ -223,7 +231,9 @@ class Line:
 def _socket_file(address: Address) -> tuple[int, int, int]:
     """Return what tells the file at an ipc address from each before and after it: a number alone may be used again."""
     try:
-        found = os.stat(address.path) if address.path else None
+        found = os.lstat(address.path) if address.path else None
     except OSError:
         found = None
-    return _NO_FILE if found is None else (found.st_dev, found.st_ino, found.st_mtime_ns)
+    if found is None or not stat.S_ISSOCK(found.st_mode):
+        return _NO_FILE
+    return found.st_dev, found.st_ino, found.st_mtime_ns

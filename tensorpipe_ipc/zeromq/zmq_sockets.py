@@ -30,7 +30,7 @@ from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.curve import DOMAIN
 from tensorpipe_ipc.zeromq.fragments import FRAGMENT, LARGEST_FRAGMENT, SHORT_FRAGMENT, in_fragments, joined
 from tensorpipe_ipc.zeromq.frame_reader import FrameReader, Tears
-from tensorpipe_ipc.zeromq.kernel_sockets import prepare_for_bulk, unacknowledged
+from tensorpipe_ipc.zeromq.kernel_sockets import acknowledged, prepare_for_bulk
 from tensorpipe_ipc.zeromq.poll_fd import PollFd
 from tensorpipe_ipc.zeromq.zmq_contexts import hold_reaper, release
 
@@ -505,11 +505,16 @@ class FrameSocket:
                     return
 
     def _let_arrive(self, deadline: float) -> None:
-        """Wait until the hosts at the other ends have acknowledged what was sent to them."""
-        waiting = self._connection_fds()
-        while waiting and time.monotonic() < deadline:
-            time.sleep(_ROUND)  # first: ZeroMQ's thread may not have sent yet what was said last
-            waiting = [fd for fd in waiting if unacknowledged(fd, self.address)]
+        """Wait until the hosts at the other ends have acknowledged what was sent until now: heartbeats go on leaving."""
+        fds = self._connection_fds() if time.monotonic() < deadline else []
+        if fds:
+            time.sleep(_ROUND)  # ZeroMQ's thread may not have sent yet what was said last
+        sent = {fd: sum(acknowledged(fd, self.address) or (0, 0)) for fd in fds}
+        for fd, nbytes in sent.items():
+            while (counts := acknowledged(fd, self.address)) is not None and counts[0] < nbytes:
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(_ROUND)
 
     def _connection_fds(self) -> list[int]:
         """Return the descriptors, which are libzmq's, of the tcp connections that stand."""

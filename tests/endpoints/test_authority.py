@@ -619,9 +619,14 @@ def test_ends_meet_in_a_shared_folder_though_they_spell_its_path_in_two_ways(bin
         putting()
 
 
-def test_a_link_at_an_address_in_a_shared_folder_leads_to_no_other_end(sticky: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("comes", ["before", "after the look at the file"])
+def test_a_link_at_an_address_in_a_shared_folder_leads_to_no_other_end(
+    comes: str, sticky: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another user may put it there, while no binder is. It leads to a socket of this user's."""
     tmp_path.chmod(0o700)
+    if comes != "before":
+        monkeypatch.setattr(connector, "check_socket_file", os.path.exists)
     with (
         tp.Consumer(f"ipc://{tmp_path}/private") as consumer,
         tp.Producer(f"ipc://{sticky}/socket", linger=0) as producer,

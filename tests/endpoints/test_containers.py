@@ -17,6 +17,7 @@ import children
 import containers
 import msgspec
 import pytest
+import secured
 from children import PATIENCE, Child, in_thread, wait_until
 from inside import side_of
 
@@ -283,6 +284,14 @@ def test_a_user_who_has_no_pipes_left(free_port: int) -> None:
         reason = way or "shared memory"
         assert said[:2] == [reason, reason]
         assert said[2].endswith(f": {reason}")
+
+
+@pytest.mark.parametrize("way", [way for way in containers.WAYS if way == "no /proc"])
+def test_an_end_for_other_hosts_that_closes_tells_what_was_not_taken(way: str, tmp_path: Path) -> None:
+    """Also where nothing tells whether its goodbye has arrived."""
+    with Child() as child:
+        said = child.call(secured.lose_there, way, str(secured.make_keys(tmp_path)))
+        assert re.match(r"PeerLost: .* with 2 messages that it had not taken", said), said
 
 
 def test_what_this_machine_lets_us_try() -> None:
