@@ -266,7 +266,8 @@ def _name_of(token: int) -> str:
 
 def _mark_of(folder: os.stat_result) -> int:
     """Return a number that tells a folder that is open from all others of this and other hosts that are."""
-    text = f"{identity().boot} {folder.st_dev} {folder.st_ino}"
+    own = identity()
+    text = f"{own.boot or own.host} {folder.st_dev} {folder.st_ino}"  # the numbers alone are one disk image's, on many hosts
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") + 1
 
 

@@ -198,11 +198,9 @@ def acknowledged(fd: int, address: Address) -> tuple[int, int] | None:
     with suppress(OSError, struct.error):
         with closing(_duplicate(fd)) as connection:
             if _is_at(connection, address):
-                (known,) = _ACKNOWLEDGED.unpack(
-                    connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
-                )
-                under_way = fcntl.ioctl(connection, _SIOCOUTQ, bytes(4))
-                return known, int.from_bytes(under_way, sys.byteorder)
+                under_way = fcntl.ioctl(connection, _SIOCOUTQ, bytes(4))  # first: what arrives in between counts twice
+                told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
+                return _ACKNOWLEDGED.unpack(told)[0], int.from_bytes(under_way, sys.byteorder)
     return None
 
 

@@ -229,11 +229,11 @@ class Line:
 
 
 def _socket_file(address: Address) -> tuple[int, int, int]:
-    """Return what tells the file at an ipc address from each before and after it: a number alone may be used again."""
+    """Return what tells this user's socket at an ipc address from all before and after: a number alone may be used again."""
     try:
         found = os.lstat(address.path) if address.path else None
     except OSError:
         found = None
-    if found is None or not stat.S_ISSOCK(found.st_mode):
+    if found is None or not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
         return _NO_FILE
     return found.st_dev, found.st_ino, found.st_mtime_ns

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import children
+import msgspec
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
@@ -23,6 +24,7 @@ from proxy import Proxy
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.endpoints import presence
+from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.wire.header import Ending
 from tensorpipe_ipc.zeromq.addresses import runtime_folder
 
@@ -98,6 +100,15 @@ def test_an_end_whose_file_was_removed_is_open_all_the_same(
             with pytest.raises(tp.PeerLost, match=f"producer pid {child.pid} .* vanished"):
                 consumer.get(PATIENCE)
             assert time.monotonic() - started < 1 + MARGIN
+
+
+def test_folders_of_two_hosts_of_one_disk_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the same numbers. Neither is taken for the other, also where no boot id is to be read (ProcSubset=pid)."""
+    marks, own = set(), identity()
+    for host in ("one", "other"):
+        monkeypatch.setattr(presence, "identity", lambda host=host: msgspec.structs.replace(own, host=host, boot=""))
+        marks.add(presence._mark_of(tmp_path.stat()))
+    assert len(marks) == 2
 
 
 def test_a_folder_that_was_made_anew_is_another(folder: Path) -> None:
