@@ -336,6 +336,7 @@ class Conversation:
             self.socket.is_connected(_CONNECTS)
         if (self.peers or was_unheard) and self.greeting.is_owed():
             self.greeting.say_if_due()
+        self.socket.prepare_to_part()
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
         told = [self._part_from(peer, ending) for peer in there]
         if self.greeting.awaits_welcome():

@@ -174,12 +174,12 @@ class Participant:
 
     def trim(self) -> int:
         """Give back all memory that lies ready, also what malloc keeps. Return its bytes, malloc's not counted."""
-        nbytes = self.give_back_idle()
+        nbytes = self._drop_idle() + self.conversation.trim()
         trim_malloc()
         return nbytes
 
     def give_back_idle(self) -> int:
-        """Give back the memory that lies ready for further messages. Return the number of bytes."""
+        """Give back the memory that lies ready for further messages, where it is short. Return the number of bytes."""
         return self._drop_idle() + self.conversation.trim()
 
     def _drop_idle(self) -> int:

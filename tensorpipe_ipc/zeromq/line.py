@@ -10,7 +10,7 @@ and has ended when nothing can be sent any more.
 Over ipc, whoever may write to the folder may have put a socket there. So the kernel is asked who listens before a line counts
 as up; until then nothing is sent by it, and nothing read. One of another user's has ended at once. So has one that is gone
 before the kernel was asked, where others may write to the folder. There, too, has one whose socket has another name, unless the
-file at the address is a socket, and the same one as before the line was tried: else a link of another user's may have led
+file at the address is this user's socket, and was so before the line was tried: else a link of another user's may have led
 it to this user's other socket. And so has one to itself (``kernel_sockets.is_to_itself``), which would keep the address from
 its binder.
 

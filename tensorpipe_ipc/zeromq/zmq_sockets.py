@@ -118,7 +118,7 @@ class FrameSocket:
         self._reader: FrameReader | None = None  # of the message in hand
         self._heard: Any = None  # the last frame that came to an end that sends
         self._window = window
-        self._unread: dict[bytes, _Unread] = {}  # by peer, over tcp, of an end that sends
+        self._unread: dict[bytes, _Unread] = {}  # by peer, over tcp, of an end that sends, or parts from another host
         self._may_be_unread = address.scheme == "tcp" and not receives
         self._cut_off: zmq.Socket[bytes] | None = None  # where an exception left a message begun, and not ended
         self._receives = receives
@@ -262,6 +262,10 @@ class FrameSocket:
             else:
                 unread.last = tracker
         return True
+
+    def prepare_to_part(self) -> None:
+        """Have ``close`` wait until what is said from here on has left, if it is to arrive at another host."""
+        self._may_be_unread = self._may_be_unread or self.address.is_remote
 
     def _end_cut_off(self) -> None:
         """End a message that an exception cut off, somewhere: its last frame is empty, as no payload frame is.
@@ -508,7 +512,7 @@ class FrameSocket:
         """Wait until the hosts at the other ends have acknowledged what was sent until now: heartbeats go on leaving."""
         fds = self._connection_fds() if time.monotonic() < deadline else []
         if fds:
-            time.sleep(_ROUND)  # ZeroMQ's thread may not have sent yet what was said last
+            time.sleep(_ROUND)  # ZeroMQ's thread lets go of what was said last a moment before it has sent it
         sent = {fd: sum(acknowledged(fd, self.address) or (0, 0)) for fd in fds}
         for fd, nbytes in sent.items():
             while (counts := acknowledged(fd, self.address)) is not None and counts[0] < nbytes:

@@ -41,14 +41,15 @@ def test_a_goodbye_that_was_lost_on_its_way(hosts: tuple[Host, Host], role: str,
     endpoint, keys = f"tcp://{(near if binds else far).address}:7411", make_keys(tmp_path)
     other = "consumer" if role == "producer" else "producer"
     with Child() as leaving, Child() as staying:
+        puts, takes = (leaving, staying) if role == "producer" else (staying, leaving)
         leaving.call(networks.enter, near.path)
         staying.call(networks.enter, far.path)
         leaving.call(children.move_out_of_sight, str(tmp_path))
         leaving.call(open_end, role, endpoint, keys, bind=binds)
         staying.call(open_end, other, endpoint, keys, bind=not binds)
-        (leaving if role == "producer" else staying).begin(children.put, 1)
-        assert (staying if role == "producer" else leaving).call(children.take) == [1]
-        (leaving if role == "producer" else staying).result()
+        puts.begin(children.put, 1)
+        assert takes.call(children.take) == [1]
+        puts.result()
         near.lose(far)
         leaving.begin(children.close)
         wait_until(near.unacknowledged)
