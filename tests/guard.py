@@ -153,7 +153,9 @@ def _command(process: str) -> str:
 
 def _threads() -> set[str]:
     """Python's threads, and libzmq's, which Python does not see. torch keeps a pool of its own, and may."""
-    found = {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    # Of one that Python did not start it does not hear that it has ended.
+    lives = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+    found = {f"{thread.name} ({thread.ident})" for thread in threading.enumerate() if thread.native_id in lives}
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             name = (task / "comm").read_text().strip()
