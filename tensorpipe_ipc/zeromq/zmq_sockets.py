@@ -51,6 +51,7 @@ _LARGEST = 1 << 40
 # Messages of one frame that ZeroMQ may hold for a peer: more than one that reads ever leaves there.
 _UNREAD = 64
 _STEP = 0.01  # seconds of a wait for what has to leave, without a look at the connection
+_SENDS = 0.2  # seconds that ZeroMQ's thread may take to send what was said last, on a machine with much else to do
 _ROUND = 0.001  # seconds between two looks whether what has left has arrived
 # Seconds that a goodbye has to leave, at most: to one who closes at this moment it never does. To arrive at another host, on a
 # line that takes 0.6 s there and back, it may have to be sent twice.
@@ -118,8 +119,9 @@ class FrameSocket:
         self._reader: FrameReader | None = None  # of the message in hand
         self._heard: Any = None  # the last frame that came to an end that sends
         self._window = window
-        self._unread: dict[bytes, _Unread] = {}  # by peer, over tcp, of an end that sends, or parts from another host
+        self._unread: dict[bytes, _Unread] = {}  # by peer, over tcp, of an end that sends
         self._may_be_unread = address.scheme == "tcp" and not receives
+        self._said_before: dict[int, int] = {}  # bytes by descriptor, before a goodbye to another host
         self._cut_off: zmq.Socket[bytes] | None = None  # where an exception left a message begun, and not ended
         self._receives = receives
         self._security = security
@@ -264,8 +266,12 @@ class FrameSocket:
         return True
 
     def prepare_to_part(self) -> None:
-        """Have ``close`` wait until what is said from here on has left, if it is to arrive at another host."""
-        self._may_be_unread = self._may_be_unread or self.address.is_remote
+        """Have ``close`` know, to another host, what is said from here on from what was said before."""
+        self._said_before = self._left_by_now() if self.address.is_remote else {}
+
+    def _left_by_now(self) -> dict[int, int]:
+        """Return how many bytes ZeroMQ has sent, ever, by the descriptors of the tcp connections that stand."""
+        return {fd: sum(acknowledged(fd, self.address) or (0, 0)) for fd in self._connection_fds()}
 
     def _end_cut_off(self) -> None:
         """End a message that an exception cut off, somewhere: its last frame is empty, as no payload frame is.
@@ -510,10 +516,10 @@ class FrameSocket:
 
     def _let_arrive(self, deadline: float) -> None:
         """Wait until the hosts at the other ends have acknowledged what was sent until now: heartbeats go on leaving."""
-        fds = self._connection_fds() if time.monotonic() < deadline else []
-        if fds:
-            time.sleep(_ROUND)  # ZeroMQ's thread lets go of what was said last a moment before it has sent it
-        sent = {fd: sum(acknowledged(fd, self.address) or (0, 0)) for fd in fds}
+        sent, until = self._left_by_now(), min(deadline, time.monotonic() + _SENDS)
+        while any(0 < nbytes == self._said_before.get(fd) for fd, nbytes in sent.items()) and time.monotonic() < until:
+            time.sleep(_ROUND)  # ZeroMQ's thread has not sent yet what was said last
+            sent = self._left_by_now()
         for fd, nbytes in sent.items():
             while (counts := acknowledged(fd, self.address)) is not None and counts[0] < nbytes:
                 if time.monotonic() >= deadline:
