@@ -11,6 +11,7 @@ from tensorpipe_ipc.endpoints.guard import Guard, close_at_last
 from tensorpipe_ipc.endpoints.participant import Participant
 from tensorpipe_ipc.endpoints.peer import Peer, lost_or_failed
 from tensorpipe_ipc.sections import postponed, undisturbed
+from tensorpipe_ipc.zeromq.zmq_contexts import run_beside_reaper
 
 __all__ = ["End"]
 
@@ -89,7 +90,8 @@ class End:
 
 def _close_and_warn(participant: Participant, guard: Guard, linger: float) -> None:
     """Close what an end has, when that was dropped. It must not know the end itself."""
-    if not postponed(_close_at_last, participant, guard, linger):
+    work = _close_at_last, participant, guard, linger
+    if not (postponed(*work) or run_beside_reaper(*work)):
         _close_at_last(participant, guard, linger)
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "release",
     "repeated",
     "router",
+    "run_beside_reaper",
 ]
 
 _T = TypeVar("_T")
@@ -319,6 +320,27 @@ def hold_reaper() -> None:
     _check_threads(_OF_THE_REAPER)
     watch(_renew_reapers_lock)
     _run_undisturbed(_start_reaper)
+
+
+def run_beside_reaper(work: Callable[..., None], *arguments: Any) -> bool:
+    """Run something in a thread of its own if this is pyzmq's, which all that is lent waits for. Return whether it is."""
+    thread = None if pyzmq_reaper is None else pyzmq_reaper.thread
+    if thread is None or thread.ident != _thread.get_ident():
+        return False
+    try:
+        _thread.start_new_thread(_be_beside, (work, arguments))
+    except RuntimeError as error:  # no thread can be started
+        reraise_from_handler(error)
+        return False
+    return True
+
+
+def _be_beside(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    try:
+        work(*arguments)
+    finally:
+        if running_threads is not None:
+            running_threads.pop(_thread.get_ident(), None)  # or it is listed for ever
 
 
 def _renew_reapers_lock() -> None:

@@ -2097,6 +2097,42 @@ def test_ends_that_garbage_collection_closes_while_another_is_made(
     children.wait_until(lambda: "cycle.sock" not in os.listdir(runtime_folder()))
 
 
+class _Keeps(bytearray):
+    """Bytes that keep something else."""
+
+    kept: Any = None
+
+
+@pytest.mark.filterwarnings("ignore:.*not taken")
+def test_an_end_that_is_collected_in_pyzmq_s_thread_holds_up_no_other() -> None:
+    """That thread tells what has left, also of other ends. There, cycles are collected, and what was lent is let go of."""
+    with Child() as reads, Child() as stands, contextlib.ExitStack() as stack:
+        ready, slow = (
+            each.call(children.open_consumer, "tcp://127.0.0.1:*", shared_memory="off") for each in (reads, stands)
+        )
+        lent = _Keeps(b"whatever")
+        lent.kept = tp.Producer(slow, shared_memory="off", linger=PATIENCE)
+        stands.begin(children.take)
+        lent.kept.put(1, PATIENCE)
+        assert stands.result() == [1]
+        stands.signal(signal.SIGSTOP)
+        lent.kept.put(2, PATIENCE)
+        with tp.Producer(ready, shared_memory="off") as producer:
+            context = stack.enter_context(zmq.Context())
+            here, there = (stack.enter_context(context.socket(zmq.PAIR)) for _ in range(2))
+            here.copy_threshold = 0
+            here.bind("inproc://lent")
+            there.connect("inproc://lent")
+            here.send(lent, copy=False)
+            del lent
+            assert there.recv() == b"whatever"
+            reads.begin(children.take_and_drop, 300)
+            for _ in range(300):
+                producer.put(torch.zeros(40_000), PATIENCE / 2)
+            reads.result()
+        stands.kill()
+
+
 def _collect_in(patch: pytest.MonkeyPatch, name: str) -> None:
     """Have garbage collected wherever a function is called."""
     module, _, attribute = name.rpartition(".")
