@@ -3,7 +3,7 @@
 No number that came over a socket is opened, as any program that can reach a port could name any number. What is opened stands
 in a file that only this user can have written. The file also helps where the binder does not answer: the library has no thread,
 so while the binder's program computes, it answers no HELLO. So each binder that can share memory keeps a file in the user's
-runtime folder, under a name made from its address and its network namespace, for as long as it has the address::
+runtime folder, under a name made from its address, for as long as it has the address::
 
     magic TPIR | u32 version | u32 crc32 of the rest | u32 n | msgpack (n bytes): where, its HELLO, the queues it offers
 
@@ -110,8 +110,8 @@ class RendezvousFile:
             address: the binder's.
             key: its public key; "" without keys.
         """
-        self._address, self._key = address, key
-        self._path, self._place = "", (0, 0)
+        self._path, self._address, self._key = path_of(address), address, key
+        self._place = (0, 0)
         self._owned: OwnedFd | None = None
 
     def open(self, hello: Hello) -> None:
@@ -121,7 +121,7 @@ class RendezvousFile:
             Refused: the runtime folder is not safe.
             OSError: it cannot be made.
         """
-        self._path, self._place = path_of(self._address), _place_of(self._address)
+        self._place = _place_of(self._address)
         check_folder(self._path)
         with private_to_us(self._path):
             with contextlib.suppress(FileNotFoundError):
@@ -157,15 +157,8 @@ class RendezvousFile:
 
 
 def path_of(address: Address) -> str:
-    """Return where the file of whoever has an address is.
-
-    Raises:
-        OSError: it has none, as /proc does not tell which network namespace this is.
-    """
-    text = os.fsencode(address.text)
-    if not address.path:  # each network namespace has ports of its own
-        text += b" %d %d" % _place_of(address)
-    name = hashlib.blake2b(text, digest_size=12).hexdigest()
+    """Return where the file of whoever has an address is."""
+    name = hashlib.blake2b(os.fsencode(address.text), digest_size=12).hexdigest()
     return os.path.join(runtime_folder(), name + _SUFFIX)
 
 

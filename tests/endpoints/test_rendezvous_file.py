@@ -15,7 +15,6 @@ from typing import Any
 import children
 import containers
 import msgspec
-import networks
 import pytest
 from children import PATIENCE, Child, in_thread
 from secured import binders, make_keys
@@ -314,23 +313,6 @@ def test_that_of_a_killed_binder_is_swept_by_the_next_one(endpoint: str) -> None
             assert rendezvous_file.read(parse(consumer.endpoint)) is not None
     strange.unlink()
     Path(address.path or "/nowhere").unlink(missing_ok=True)
-
-
-@pytest.mark.skipif(bool(networks.WHY_NOT), reason=f"two networks cannot be had: {networks.WHY_NOT}")
-def test_one_port_in_two_networks_is_two_addresses() -> None:
-    """The two binders share a runtime folder, as containers may. Each has its file until it closes."""
-    with networks.two_hosts() as hosts, Child() as one, Child() as other, Child() as connector:
-        for child, host in zip((one, other, connector), (*hosts, hosts[0]), strict=True):
-            child.call(networks.enter, host.path)
-            host.run("ip", "link", "set", "lo", "up")
-        endpoint = one.call(children.open_consumer, "tcp://127.0.0.1:7413")
-        assert other.call(children.open_consumer, endpoint) == endpoint
-        other.call(children.close)
-        connector.call(children.open_producer, endpoint)
-        one.begin(children.take)
-        connector.call(children.put, 1)
-        assert one.result() == [1]
-        assert connector.call(children.producer_statistics).transport == "shared memory"
 
 
 def test_that_of_an_earlier_boot_is_swept(consumer: tp.Consumer) -> None:
