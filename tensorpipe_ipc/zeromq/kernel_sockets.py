@@ -19,6 +19,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import select
 import socket
 import stat
 import struct
@@ -27,20 +28,21 @@ import termios
 from contextlib import closing, suppress
 from functools import partial
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.zeromq.addresses import Address
 
 __all__ = [
-    "acknowledged",
+    "Progress",
     "connections_to",
     "hang_up",
     "is_to_itself",
     "listener",
     "prepare_for_bulk",
     "process_behind",
+    "progress",
 ]
 
 _SEND_BUFFER = 1 << 19  # bytes; the kernel cuts it to net.core.wmem_max (208 KB and up), and doubles it
@@ -121,8 +123,11 @@ def _duplicate(fd: int) -> socket.SocketType:
     with owned(os.dup, fd) as duplicate:
         _check_is_socket(duplicate.fileno())
         # The type in C, as in ``owned``: ``socket.socket`` begins in Python, when the descriptor is open.
-        opened = starmap(os.dup, [(duplicate.fileno(),)])
-        return next(map(partial(socket.SocketType, -1, -1, -1), opened))
+        opened, blocks = starmap(os.dup, [(duplicate.fileno(),)]), os.get_blocking(duplicate.fileno())
+        made = next(map(partial(socket.SocketType, -1, -1, -1), opened))
+        if blocks:  # Python ends that where the program has a default timeout, also for whoever has the same socket
+            os.set_blocking(duplicate.fileno(), True)
+        return made
 
 
 def _check_is_socket(fd: int) -> None:
@@ -177,16 +182,34 @@ def connections_to(address: Address) -> list[int]:
 
 
 def _came_to(fd: int, port: int) -> bool:
-    with suppress(OSError):
-        with closing(_duplicate(fd)) as connection:
-            connection.getpeername()  # raises, of one that listens
-            name = connection.getsockname()
-            return isinstance(name, tuple) and name[1] == port
-    return False
+    return _tcp_port("getsockname", fd) == port and _tcp_port("getpeername", fd) > 0  # which one that listens has not
 
 
-def acknowledged(fd: int, address: Address) -> tuple[int, int] | None:
-    """Return how many bytes by a tcp connection the other host has acknowledged, ever, and how many are on their way to it.
+def _tcp_port(question: str, fd: int) -> int:
+    """Return the port of one end of a connection; 0 if there is none. The descriptor may be anything: it is only asked."""
+    name, size = ctypes.create_string_buffer(_NAME), ctypes.c_uint(_NAME)
+    if getattr(libc(), question)(fd, name, ctypes.byref(size)):
+        return 0
+    is_its = int.from_bytes(name.raw[:2], sys.byteorder) in (socket.AF_INET, socket.AF_INET6)
+    return int.from_bytes(name.raw[2:4], "big") if is_its else 0
+
+
+class Progress(NamedTuple):
+    """The way that bytes have come which were written into a tcp connection.
+
+    Attributes:
+        written: the bytes that were written, ever.
+        acknowledged: those of them that the other host has.
+        has_room: whether the kernel would take more now.
+    """
+
+    written: int
+    acknowledged: int
+    has_room: bool
+
+
+def progress(fd: int, address: Address) -> Progress | None:
+    """Return how far what was written into a tcp connection has come.
 
     Args:
         fd: its descriptor, as above.
@@ -198,10 +221,19 @@ def acknowledged(fd: int, address: Address) -> tuple[int, int] | None:
     with suppress(OSError, struct.error):
         with closing(_duplicate(fd)) as connection:
             if _is_at(connection, address):
-                under_way = fcntl.ioctl(connection, _SIOCOUTQ, bytes(4))  # first: what arrives in between counts twice
-                told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
-                return _ACKNOWLEDGED.unpack(told)[0], int.from_bytes(under_way, sys.byteorder)
+                before, arrived = -1, _arrived(connection)
+                while before != arrived:  # else what arrives in between counts twice
+                    under_way = int.from_bytes(fcntl.ioctl(connection, _SIOCOUTQ, bytes(4)), sys.byteorder)
+                    before, arrived = arrived, _arrived(connection)
+                looks = select.poll()
+                looks.register(connection, select.POLLOUT)
+                return Progress(arrived + under_way, arrived, bool(looks.poll(0)))
     return None
+
+
+def _arrived(connection: socket.SocketType) -> int:
+    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
+    return int(_ACKNOWLEDGED.unpack(told)[0])
 
 
 def _hang_up_in_place(fd: int, address: Address) -> None:

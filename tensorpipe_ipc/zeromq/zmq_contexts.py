@@ -324,7 +324,7 @@ def hold_reaper() -> None:
 
 def run_beside_reaper(work: Callable[..., None], *arguments: Any) -> bool:
     """Run something in a thread of its own if this is pyzmq's, which all that is lent waits for. Return whether it is."""
-    thread = None if pyzmq_reaper is None else pyzmq_reaper.thread
+    thread = None if pyzmq_reaper is None or pyzmq_reaper.pid != os.getpid() else pyzmq_reaper.thread
     if thread is None or thread.ident != _thread.get_ident():
         return False
     try:

@@ -30,7 +30,7 @@ from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.curve import DOMAIN
 from tensorpipe_ipc.zeromq.fragments import FRAGMENT, LARGEST_FRAGMENT, SHORT_FRAGMENT, in_fragments, joined
 from tensorpipe_ipc.zeromq.frame_reader import FrameReader, Tears
-from tensorpipe_ipc.zeromq.kernel_sockets import acknowledged, prepare_for_bulk
+from tensorpipe_ipc.zeromq.kernel_sockets import Progress, prepare_for_bulk, progress
 from tensorpipe_ipc.zeromq.poll_fd import PollFd
 from tensorpipe_ipc.zeromq.zmq_contexts import hold_reaper, release
 
@@ -267,11 +267,12 @@ class FrameSocket:
 
     def prepare_to_part(self) -> None:
         """Have ``close`` know, to another host, what is said from here on from what was said before."""
-        self._said_before = self._left_by_now() if self.address.is_remote else {}
+        there = self._progress(self._connection_fds()) if self.address.is_remote else {}
+        self._said_before = {fd: each.written for fd, each in there.items()}
 
-    def _left_by_now(self) -> dict[int, int]:
-        """Return how many bytes ZeroMQ has sent, ever, by the descriptors of the tcp connections that stand."""
-        return {fd: sum(acknowledged(fd, self.address) or (0, 0)) for fd in self._connection_fds()}
+    def _progress(self, fds: list[int]) -> dict[int, Progress]:
+        found = ((fd, progress(fd, self.address)) for fd in fds)
+        return {fd: each for fd, each in found if each is not None}
 
     def _end_cut_off(self) -> None:
         """End a message that an exception cut off, somewhere: its last frame is empty, as no payload frame is.
@@ -515,16 +516,26 @@ class FrameSocket:
                     return
 
     def _let_arrive(self, deadline: float) -> None:
-        """Wait until the hosts at the other ends have acknowledged what was sent until now: heartbeats go on leaving."""
-        sent, until = self._left_by_now(), min(deadline, time.monotonic() + _SENDS)
-        while any(0 < nbytes == self._said_before.get(fd) for fd, nbytes in sent.items()) and time.monotonic() < until:
-            time.sleep(_ROUND)  # ZeroMQ's thread has not sent yet what was said last
-            sent = self._left_by_now()
-        for fd, nbytes in sent.items():
-            while (counts := acknowledged(fd, self.address)) is not None and counts[0] < nbytes:
+        """Wait until the hosts at the other ends have acknowledged what was said until now: heartbeats go on leaving."""
+        fds, until = self._connection_fds(), time.monotonic() + _SENDS
+        sent, is_sending = self._progress(fds), bool(fds)
+        while is_sending and time.monotonic() < deadline:
+            time.sleep(_ROUND)
+            before, sent = sent, self._progress(fds)
+            is_sending = any(self._is_sending(before.get(fd), each) for fd, each in sent.items()) or (
+                # ZeroMQ's thread may not have come to the goodbye yet.
+                any(each.written == self._said_before.get(fd) for fd, each in sent.items()) and time.monotonic() < until
+            )
+        for fd, each in sent.items():
+            while (now := progress(fd, self.address)) is not None and now.acknowledged < each.written:
                 if time.monotonic() >= deadline:
                     return
                 time.sleep(_ROUND)
+
+    @staticmethod
+    def _is_sending(before: Progress | None, now: Progress) -> bool:
+        """Return whether ZeroMQ's thread may have more to write: the kernel had no room for it, or has just got some."""
+        return not now.has_room or before is None or not before.has_room or before.written != now.written
 
     def _connection_fds(self) -> list[int]:
         """Return the descriptors, which are libzmq's, of the tcp connections that stand."""

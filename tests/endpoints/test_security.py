@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -416,3 +417,18 @@ def test_nothing_is_put_where_the_binder_does_not_know_whose_it_is(
         producer.put("in time", PATIENCE)
         assert getting() == "in time"
         assert producer.statistics().transport == "shared memory"
+
+
+def test_closing_leaves_the_program_s_own_sockets_as_they_are(keys: Path) -> None:
+    """With a default timeout, Python has each socket wait for nothing that it makes anew from a descriptor."""
+    before = socket.getdefaulttimeout()
+    here, there = socket.socketpair()
+    try:
+        socket.setdefaulttimeout(5.0)
+        with tp.Consumer("tcp://*:*", security=binders(keys)):
+            pass
+        assert [os.get_blocking(each.fileno()) for each in (here, there)] == [True, True]
+    finally:
+        socket.setdefaulttimeout(before)
+        here.close()
+        there.close()
