@@ -59,7 +59,12 @@ class End:
         )
 
     def _close(self) -> tuple[str, list[Peer]]:
-        """Close. Return what was not taken, in words, and by whom that left."""
+        """Close. Return what was not taken, in words, and by whom that left.
+
+        In pyzmq's thread it goes on in another one, which warns of that. What is collected there may close, as generators do.
+        """
+        if run_beside_reaper(_close_at_last, self._participant, self._guard, self._linger):
+            return "", []
         with self._guard.to_close() as is_open:
             told = _close(self._participant, self._guard, self._linger) if is_open else ("", [])
             self._finish.detach()

@@ -212,28 +212,35 @@ def progress(fd: int, address: Address) -> Progress | None:
     """Return how far what was written into a tcp connection has come.
 
     Args:
-        fd: its descriptor, as above.
+        fd: its descriptor, as above. It is only asked, and not duplicated: a child that is forked meanwhile would keep it open.
         address: of one of its two ends.
 
     Returns:
         None of one that is closed, or no connection of that address any more; nor does every kernel tell.
     """
-    with suppress(OSError, struct.error):
-        with closing(_duplicate(fd)) as connection:
-            if _is_at(connection, address):
-                before, arrived = -1, _arrived(connection)
-                while before != arrived:  # else what arrives in between counts twice
-                    under_way = int.from_bytes(fcntl.ioctl(connection, _SIOCOUTQ, bytes(4)), sys.byteorder)
-                    before, arrived = arrived, _arrived(connection)
-                looks = select.poll()
-                looks.register(connection, select.POLLOUT)
-                return Progress(arrived + under_way, arrived, bool(looks.poll(0)))
+    with suppress(OSError):
+        if _port(address) in (_tcp_port("getsockname", fd), _tcp_port("getpeername", fd)):
+            before, arrived = -1, _arrived(fd)
+            while before != arrived:  # else what arrives in between counts twice
+                under_way = int.from_bytes(fcntl.ioctl(fd, _SIOCOUTQ, bytes(4)), sys.byteorder)
+                before, arrived = arrived, _arrived(fd)
+            looks = select.poll()
+            looks.register(fd, select.POLLOUT)
+            return Progress(arrived + under_way, arrived, bool(looks.poll(0)))
     return None
 
 
-def _arrived(connection: socket.SocketType) -> int:
-    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
-    return int(_ACKNOWLEDGED.unpack(told)[0])
+def _arrived(fd: int) -> int:
+    """Return how many bytes the other host has acknowledged, ever.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    told, size = ctypes.create_string_buffer(_ACKNOWLEDGED.size), ctypes.c_uint(_ACKNOWLEDGED.size)
+    failed = libc().getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, told, ctypes.byref(size))
+    if failed or size.value < _ACKNOWLEDGED.size:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    return int(_ACKNOWLEDGED.unpack(told.raw)[0])
 
 
 def _hang_up_in_place(fd: int, address: Address) -> None:

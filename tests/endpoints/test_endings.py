@@ -2104,8 +2104,12 @@ class _Keeps(bytearray):
 
 
 @pytest.mark.filterwarnings("ignore:.*not taken")
-def test_an_end_that_is_collected_in_pyzmq_s_thread_holds_up_no_other() -> None:
-    """That thread tells what has left, also of other ends. There, cycles are collected, and what was lent is let go of."""
+@pytest.mark.parametrize("is_closed", [False, True], ids=["dropped", "closed"])
+def test_an_end_that_is_collected_in_pyzmq_s_thread_holds_up_no_other(is_closed: bool) -> None:
+    """That thread tells what has left, also of other ends. There, cycles are collected, and what was lent is let go of.
+
+    So are objects that close what they have, as a generator leaves its ``with`` block.
+    """
     with Child() as reads, Child() as stands, contextlib.ExitStack() as stack:
         ready, slow = (
             each.call(children.open_consumer, "tcp://127.0.0.1:*", shared_memory="off") for each in (reads, stands)
@@ -2117,6 +2121,8 @@ def test_an_end_that_is_collected_in_pyzmq_s_thread_holds_up_no_other() -> None:
         assert stands.result() == [1]
         stands.signal(signal.SIGSTOP)
         lent.kept.put(2, PATIENCE)
+        if is_closed:
+            weakref.finalize(lent, lent.kept.close)
         with tp.Producer(ready, shared_memory="off") as producer:
             context = stack.enter_context(zmq.Context())
             here, there = (stack.enter_context(context.socket(zmq.PAIR)) for _ in range(2))
