@@ -7,7 +7,16 @@ import functools
 import mmap
 import os
 
-__all__ = ["MAP_NORESERVE", "count_frames", "libc", "map_over", "private_memory", "punch_hole", "trim_malloc"]
+__all__ = [
+    "MAP_NORESERVE",
+    "count_frames",
+    "libc",
+    "map_over",
+    "private_memory",
+    "punch_hole",
+    "quick_libc",
+    "trim_malloc",
+]
 
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # Linux's, of every machine but a few (alpha, mips, parisc)
@@ -20,6 +29,12 @@ _came = 0  # bytes that were counted
 def libc() -> ctypes.CDLL:
     """Return the library. Whoever sets the types of a function's arguments there sets them for all."""
     return ctypes.CDLL(None, use_errno=True)
+
+
+@functools.cache
+def quick_libc() -> ctypes.CDLL:
+    """Return the library for calls that never wait. They keep the GIL: else each waits for whoever computes in Python."""
+    return ctypes.PyDLL(None, use_errno=True)
 
 
 def punch_hole(descriptor: int, start: int, stop: int) -> bool:

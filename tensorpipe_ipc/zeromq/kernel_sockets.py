@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import select
 import socket
@@ -30,7 +29,7 @@ from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple
 
-from tensorpipe_ipc.libc import libc
+from tensorpipe_ipc.libc import libc, quick_libc
 from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.zeromq.addresses import Address
 
@@ -188,7 +187,7 @@ def _came_to(fd: int, port: int) -> bool:
 def _tcp_port(question: str, fd: int) -> int:
     """Return the port of one end of a connection; 0 if there is none. The descriptor may be anything: it is only asked."""
     name, size = ctypes.create_string_buffer(_NAME), ctypes.c_uint(_NAME)
-    if getattr(libc(), question)(fd, name, ctypes.byref(size)):
+    if getattr(quick_libc(), question)(fd, name, ctypes.byref(size)):
         return 0
     is_its = int.from_bytes(name.raw[:2], sys.byteorder) in (socket.AF_INET, socket.AF_INET6)
     return int.from_bytes(name.raw[2:4], "big") if is_its else 0
@@ -220,13 +219,12 @@ def progress(fd: int, address: Address) -> Progress | None:
     """
     with suppress(OSError):
         if _port(address) in (_tcp_port("getsockname", fd), _tcp_port("getpeername", fd)):
-            before, arrived = -1, _arrived(fd)
+            before, arrived, under_way = -1, _arrived(fd), ctypes.c_int()
             while before != arrived:  # else what arrives in between counts twice
-                under_way = int.from_bytes(fcntl.ioctl(fd, _SIOCOUTQ, bytes(4)), sys.byteorder)
+                quick_libc().ioctl(fd, ctypes.c_ulong(_SIOCOUTQ), ctypes.byref(under_way))
                 before, arrived = arrived, _arrived(fd)
-            looks = select.poll()
-            looks.register(fd, select.POLLOUT)
-            return Progress(arrived + under_way, arrived, bool(looks.poll(0)))
+            looks = ctypes.create_string_buffer(struct.pack("ihh", fd, select.POLLOUT, 0))
+            return Progress(arrived + under_way.value, arrived, quick_libc().poll(looks, ctypes.c_ulong(1), 0) > 0)
     return None
 
 
@@ -237,7 +235,7 @@ def _arrived(fd: int) -> int:
         OSError: the kernel does not tell.
     """
     told, size = ctypes.create_string_buffer(_ACKNOWLEDGED.size), ctypes.c_uint(_ACKNOWLEDGED.size)
-    failed = libc().getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, told, ctypes.byref(size))
+    failed = quick_libc().getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, told, ctypes.byref(size))
     if failed or size.value < _ACKNOWLEDGED.size:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
     return int(_ACKNOWLEDGED.unpack(told.raw)[0])

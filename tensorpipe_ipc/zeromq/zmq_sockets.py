@@ -517,25 +517,26 @@ class FrameSocket:
 
     def _let_arrive(self, deadline: float) -> None:
         """Wait until the hosts at the other ends have acknowledged what was said until now: heartbeats go on leaving."""
-        fds, until = self._connection_fds(), time.monotonic() + _SENDS
-        sent, is_sending = self._progress(fds), bool(fds)
-        while is_sending and time.monotonic() < deadline:
+        until, sent = time.monotonic() + _SENDS, dict[int, Progress]()
+        sending = self._progress(self._connection_fds())
+        while sending and time.monotonic() < deadline:
             time.sleep(_ROUND)
-            before, sent = sent, self._progress(fds)
-            is_sending = any(self._is_sending(before.get(fd), each) for fd, each in sent.items()) or (
-                # ZeroMQ's thread may not have come to the goodbye yet.
-                any(each.written == self._said_before.get(fd) for fd, each in sent.items()) and time.monotonic() < until
-            )
-        for fd, each in sent.items():
-            while (now := progress(fd, self.address)) is not None and now.acknowledged < each.written:
+            before, sending = sending, self._progress(list(sending))
+            is_over = time.monotonic() >= until  # else ZeroMQ's thread may not have begun with the goodbye
+            for fd, now in list(sending.items()):
+                has_begun = is_over or now.written != self._said_before.get(fd)
+                if has_begun and not self._is_sending(before[fd], now):
+                    sent[fd] = sending.pop(fd)
+        for fd, last in (sent | sending).items():
+            while (then := progress(fd, self.address)) is not None and then.acknowledged < last.written <= then.written:
                 if time.monotonic() >= deadline:
                     return
                 time.sleep(_ROUND)
 
     @staticmethod
-    def _is_sending(before: Progress | None, now: Progress) -> bool:
+    def _is_sending(before: Progress, now: Progress) -> bool:
         """Return whether ZeroMQ's thread may have more to write: the kernel had no room for it, or has just got some."""
-        return not now.has_room or before is None or not before.has_room or before.written != now.written
+        return not (before.has_room and now.has_room) or before.written != now.written
 
     def _connection_fds(self) -> list[int]:
         """Return the descriptors, which are libzmq's, of the tcp connections that stand."""
