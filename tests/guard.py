@@ -154,9 +154,10 @@ def _command(process: str) -> str:
 def _threads() -> set[str]:
     """Python's threads, and libzmq's, which Python does not see. torch keeps a pool of its own, and may."""
     # Of one that Python did not start it does not hear that it has ended.
-    lives = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+    tasks = list(Path("/proc/self/task").iterdir())
+    lives = {int(task.name) for task in tasks}
     found = {f"{thread.name} ({thread.ident})" for thread in threading.enumerate() if thread.native_id in lives}
-    for task in Path("/proc/self/task").iterdir():
+    for task in tasks:
         with contextlib.suppress(OSError):
             name = (task / "comm").read_text().strip()
             if name.startswith("ZMQ"):

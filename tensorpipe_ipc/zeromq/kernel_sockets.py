@@ -185,12 +185,22 @@ def _came_to(fd: int, port: int) -> bool:
 
 
 def _tcp_port(question: str, fd: int) -> int:
-    """Return the port of one end of a connection; 0 if there is none. The descriptor may be anything: it is only asked."""
+    """Return the port of one end of a connection; 0 if there is none."""
+    family, found = _name(question, fd) or (0, b"")
+    return int.from_bytes(found[:2], "big") if family in (socket.AF_INET, socket.AF_INET6) else 0
+
+
+def _name(question: str, fd: int) -> tuple[int, bytes] | None:
+    """Return the family and the name of one end of a socket; None if there is none.
+
+    Args:
+        question: ``getsockname`` or ``getpeername``.
+        fd: any descriptor: it is only asked.
+    """
     name, size = ctypes.create_string_buffer(_NAME), ctypes.c_uint(_NAME)
     if getattr(quick_libc(), question)(fd, name, ctypes.byref(size)):
-        return 0
-    is_its = int.from_bytes(name.raw[:2], sys.byteorder) in (socket.AF_INET, socket.AF_INET6)
-    return int.from_bytes(name.raw[2:4], "big") if is_its else 0
+        return None
+    return int.from_bytes(name.raw[:2], sys.byteorder), name.raw[2 : size.value]
 
 
 class Progress(NamedTuple):
@@ -246,19 +256,16 @@ def _hang_up_in_place(fd: int, address: Address) -> None:
 
     It is then hardly ever one of the user's own: libzmq takes each that is free at once, for those who wait to connect.
     """
-    name, library = ctypes.create_string_buffer(_NAME), libc()
-    if library.getpeername(fd, name, ctypes.byref(ctypes.c_uint(_NAME))):  # one that listens
-        return
-    size = ctypes.c_uint(_NAME)
-    if library.getsockname(fd, name, ctypes.byref(size)):
-        return
-    family, found = int.from_bytes(name.raw[:2], sys.byteorder), name.raw[2 : size.value]
     if address.path:
-        is_its = family == socket.AF_UNIX and found.rstrip(b"\0") == os.fsencode(address.path)
+        family, found = (_name("getpeername", fd) and _name("getsockname", fd)) or (
+            0,
+            b"",
+        )  # one that listens has no peer
+        is_its = (family, found.rstrip(b"\0")) == (socket.AF_UNIX, os.fsencode(address.path))
     else:
-        is_its = family in (socket.AF_INET, socket.AF_INET6) and found[:2] == _port(address).to_bytes(2, "big")
+        is_its = _came_to(fd, _port(address))
     if is_its:
-        library.shutdown(fd, socket.SHUT_RDWR)
+        libc().shutdown(fd, socket.SHUT_RDWR)
 
 
 def _is_at(connection: socket.SocketType, address: Address) -> bool:

@@ -264,16 +264,16 @@ def _run_undisturbed(work: Callable[[], None]) -> None:
     process, done = os.getpid(), _thread.allocate_lock()
     done.acquire()
     try:
-        _thread.start_new_thread(_be_the_thread, (work, done))
+        _thread.start_new_thread(_be_the_thread, (_without_signals, (work, done)))
     except RuntimeError as error:  # no thread can be started, as at the program's end
         reraise_from_handler(error)
         _without_signals(work, done)
     _wait_for(done, process)
 
 
-def _be_the_thread(work: Callable[[], None], done: _thread.LockType) -> None:
+def _be_the_thread(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     try:
-        _without_signals(work, done)
+        work(*arguments)
     finally:
         if running_threads is not None:
             running_threads.pop(_thread.get_ident(), None)  # or it is listed for ever
@@ -328,19 +328,11 @@ def run_beside_reaper(work: Callable[..., None], *arguments: Any) -> bool:
     if thread is None or thread.ident != _thread.get_ident():
         return False
     try:
-        _thread.start_new_thread(_be_beside, (work, arguments))
+        _thread.start_new_thread(_be_the_thread, (work, arguments))
     except RuntimeError as error:  # no thread can be started
         reraise_from_handler(error)
         return False
     return True
-
-
-def _be_beside(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    try:
-        work(*arguments)
-    finally:
-        if running_threads is not None:
-            running_threads.pop(_thread.get_ident(), None)  # or it is listed for ever
 
 
 def _renew_reapers_lock() -> None:

@@ -518,7 +518,7 @@ class FrameSocket:
     def _let_arrive(self, deadline: float) -> None:
         """Wait until the hosts at the other ends have acknowledged what was said until now: heartbeats go on leaving."""
         until, sent = time.monotonic() + _SENDS, dict[int, Progress]()
-        sending = self._progress(self._connection_fds())
+        sending = self._progress(self._connection_fds()) if time.monotonic() < deadline else {}
         while sending and time.monotonic() < deadline:
             time.sleep(_ROUND)
             before, sending = sending, self._progress(list(sending))
